@@ -294,12 +294,16 @@ def validate(config):
     """Refuse contradictions that need nothing but the config itself."""
     for key, choices in CHOICES.items():
         if get(config, key) not in choices:
-            raise UserError(f"{key}={get(config, key)} is not known; use one of {', '.join(choices)}{_near(str(get(config, key)), choices)}")
+            raise UserError(
+                f"{key}={get(config, key)} is not known; use one of {', '.join(choices)}{_near(str(get(config, key)), choices)}"
+            )
     for key in AT_LEAST_ONE:
         if get(config, key) is not None and get(config, key) < 1:
             raise UserError(f"{key}={get(config, key)} must be at least 1")
     if config.drafter.block_size < 2:
-        raise UserError(f"drafter.block_size={config.drafter.block_size}: a block needs the known token and a proposal; use 2 or more, e.g. 16")
+        raise UserError(
+            f"drafter.block_size={config.drafter.block_size}: a block needs the known token and a proposal; use 2 or more, e.g. 16"
+        )
     if not config.target.path:
         raise UserError("target.path is empty: name a folder of safetensors or a hub id, e.g. target.path=Qwen/Qwen3-8B")
     if not config.data.path:
@@ -308,7 +312,9 @@ def validate(config):
     if layer_types is not None:
         wrong = [t for t in layer_types if t not in ("full_attention", "sliding_attention")]
         if wrong or len(layer_types) != layers:
-            raise UserError(f"drafter.layer_types={layer_types} must name full_attention or sliding_attention for each of the {layers} layers")
+            raise UserError(
+                f"drafter.layer_types={layer_types} must name full_attention or sliding_attention for each of the {layers} layers"
+            )
         if "sliding_attention" in layer_types and config.drafter.window is None:
             raise UserError("drafter.layer_types has sliding_attention but drafter.window is not set; write e.g. drafter.window=4096")
     if config.objective.gamma is not None and config.objective.gamma <= 0:
