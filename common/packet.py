@@ -1,0 +1,132 @@
+"""What travels from a target to a drafter: a row of tokens with its masks on the host, its features on the device.
+
+Legend: T tokens of a row, F feature width (taps x hidden, with the final hidden state behind it where it is needed).
+"""
+
+import zlib
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from common.config import UserError
+
+MAGIC, VERSION = 0x4446_4C41_5348, 1
+HEADER = (
+    "magic",
+    "version",
+    "row_tokens",
+    "kind",
+    "step",
+    "number",
+    "epoch",
+    "row",
+    "valid",
+    "documents",
+    "checksum",
+    "busy_us",
+    "blocked_us",
+)
+HEADER_BYTES = 16 * 8
+EMPTY_ROW = -1  # the row index of a packet that only fills a round: weight 0
+
+
+@dataclass
+class Row:
+    """One packed row of documents.
+
+    Shapes: tokens, document_start int32 [T], loss_mask uint8 [T]. `document_start[p]` is the row index of the first token of
+    p's document; the padding behind the last document is a document of its own. `valid` tokens are no padding.
+    """
+
+    tokens: np.ndarray
+    document_start: np.ndarray
+    loss_mask: np.ndarray
+    valid: int
+    documents: int
+
+    def spans(self):
+        """(first, past-the-last) row index of each document, padding left out."""
+        starts = np.flatnonzero(self.document_start[: self.valid] == np.arange(self.valid))
+        return list(zip(starts.tolist(), [*starts[1:].tolist(), self.valid], strict=True))
+
+    def positions(self):
+        """int32 [T]: each token's index in its own document."""
+        return np.arange(len(self.tokens), dtype=np.int32) - self.document_start
+
+    @classmethod
+    def empty(cls, row_tokens):
+        zeros = np.zeros(row_tokens, np.int32)
+        return cls(zeros, zeros.copy(), np.zeros(row_tokens, np.uint8), valid=0, documents=0)
+
+
+class HostMessage:
+    """The host side of a packet: one contiguous byte buffer, with its header and the row's arrays as views on it.
+
+    Shapes: buffer uint8 [128 + 9 T]: header int64 [16], tokens int32 [T], document_start int32 [T], loss_mask uint8 [T].
+    """
+
+    def __init__(self, row_tokens, pinned=False):
+        T = row_tokens
+        self.row_tokens = T
+        self.buffer = torch.zeros(HEADER_BYTES + 9 * T, dtype=torch.uint8, pin_memory=pinned)
+        data = self.buffer.numpy()
+        self.header = data[:HEADER_BYTES].view(np.int64)
+        self.payload = data[HEADER_BYTES:]
+        self.tokens = self.payload[: 4 * T].view(np.int32)
+        self.document_start = self.payload[4 * T : 8 * T].view(np.int32)
+        self.loss_mask = self.payload[8 * T :]
+
+    def write(self, row, item, epoch, row_index, busy_us=0, blocked_us=0):
+        self.tokens[:], self.document_start[:], self.loss_mask[:] = row.tokens, row.document_start, row.loss_mask
+        values = (MAGIC, VERSION, self.row_tokens, item.kind, item.step, item.number, epoch, row_index, row.valid, row.documents)
+        self.header[: len(values)] = values
+        self.header[HEADER.index("checksum")] = zlib.crc32(self.payload)
+        self.set("busy_us", busy_us)
+        self.set("blocked_us", blocked_us)
+
+    def get(self, name):
+        return int(self.header[HEADER.index(name)])
+
+    def set(self, name, value):
+        self.header[HEADER.index(name)] = value
+
+    def row(self):
+        return Row(self.tokens, self.document_start, self.loss_mask, self.get("valid"), self.get("documents"))
+
+    def check(self, item):
+        """Refuse a message that is damaged or is not the packet that is due.
+
+        Raises: UserError with both sides of the difference.
+        """
+        if (self.get("magic"), self.get("version")) != (MAGIC, VERSION):
+            raise UserError("a packet's header is not ours or of another version: all ranks must run the same release of this suite")
+        if self.get("row_tokens") != self.row_tokens:
+            raise UserError(
+                f"a packet has rows of {self.get('row_tokens')} tokens, {self.row_tokens} were expected: use one data.pack_tokens"
+            )
+        offered = (self.get("kind"), self.get("step"), self.get("number"))
+        if offered != (item.kind, item.step, item.number):
+            raise UserError(f"offered packet (kind, step, number)={offered}, due is {(item.kind, item.step, item.number)}")
+        T, row = self.row_tokens, self.row()
+        if not 0 <= row.valid <= T or not 0 <= row.documents <= row.valid:
+            raise UserError(f"packet {item.number}: {row.valid} tokens in {row.documents} documents do not fit a row of {T}")
+        if zlib.crc32(self.payload) != self.get("checksum"):
+            raise UserError(f"packet {item.number} was damaged on its way (checksum differs)")
+        if (row.document_start < 0).any() or (row.document_start > np.arange(T)).any():
+            raise UserError(f"packet {item.number}: a document starts behind its own token")
+
+
+class PacketBuffer:
+    """Storage of one packet at one end of a link, allocated once.
+
+    Shapes: features [T, F] in the target's compute type, on the seat's device.
+    """
+
+    def __init__(self, row_tokens, width, dtype, device):
+        self.message = HostMessage(row_tokens, pinned=device.type == "cuda")
+        self.features = torch.zeros(row_tokens, width, dtype=dtype, device=device)
+
+    @property
+    def row(self):
+        return self.message.row()
