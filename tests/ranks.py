@@ -1,0 +1,137 @@
+"""Helpers of the distributed tests: real gloo ranks in this file's processes, and real torchrun jobs."""
+
+import contextlib
+import datetime
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def run_ranks(worker, ranks, *args, timeout_s=60):
+    """Call `worker(rank, ranks, *args)` on that many gloo ranks and return their results, by rank.
+
+    `worker` is a module-level function; the default process group is up while it runs. A failing rank's traceback is raised here,
+    and ranks that have not answered after `timeout_s` are named and killed.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed"])
+    with tempfile.TemporaryDirectory() as folder:
+        processes, pipes = [], {}
+        for rank in range(ranks):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_rank_main, args=(worker, rank, ranks, args, f"{folder}/rendezvous", timeout_s, theirs))
+            process.start()
+            theirs.close()
+            processes.append(process)
+            pipes[ours] = rank
+        try:
+            return _collect(pipes, ranks, timeout_s)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def torchrun(*arguments, ranks, options=(), timeout_s=120, **variables):
+    """Run a script under torchrun to its end; returns a CompletedProcess with `stdout` and `stderr` as text."""
+    process = start_torchrun(*arguments, ranks=ranks, options=options, **variables)
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        stop_job(process)
+        out, err = process.communicate()
+        raise AssertionError(f"the job did not end in {timeout_s} s\n{out[-4000:]}\n{err[-4000:]}") from None
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def start_torchrun(*arguments, ranks, options=(), output=subprocess.PIPE, **variables):
+    """Start a script under torchrun with its own free port; `output` may be a file that takes stdout and stderr."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), *options]
+    return start([*command, *map(str, arguments)], output, **variables)
+
+
+def run_script(*arguments, timeout_s=120, **variables):
+    """Run a Python script of the repository to its end; returns a CompletedProcess with text output."""
+    process = start([sys.executable, *map(str, arguments)], **variables)
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    finally:
+        stop_job(process)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def start(command, output=subprocess.PIPE, **variables):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **variables}
+    stderr = subprocess.PIPE if output is subprocess.PIPE else subprocess.STDOUT
+    return subprocess.Popen(command, stdout=output, stderr=stderr, text=True, cwd=REPOSITORY, env=environment, start_new_session=True)
+
+
+def descendants(pid):
+    """Process ids below `pid`, found in /proc: torchrun gives each worker a session of its own."""
+    children = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            child, rest = int(stat.parent.name), stat.read_text().rpartition(")")[2].split()
+            children.setdefault(int(rest[1]), []).append(child)
+    found, queue = [], [pid]
+    while queue:
+        below = children.get(queue.pop(), [])
+        found += below
+        queue += below
+    return found
+
+
+def stop_job(process):
+    """Kill a job that is still running, its workers included."""
+    if process.poll() is None:
+        for pid in [*descendants(process.pid), process.pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _rank_main(worker, rank, ranks, args, rendezvous, timeout_s, pipe):
+    import torch
+    import torch.distributed
+
+    torch.set_num_threads(1)
+    try:
+        torch.distributed.init_process_group(
+            "gloo",
+            init_method=f"file://{rendezvous}",
+            rank=rank,
+            world_size=ranks,
+            timeout=datetime.timedelta(seconds=timeout_s),
+        )
+        pipe.send((True, worker(rank, ranks, *args)))
+        torch.distributed.destroy_process_group()
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+
+
+def _collect(pipes, ranks, timeout_s):
+    results = {}
+    deadline = datetime.datetime.now() + datetime.timedelta(seconds=timeout_s)
+    while len(results) < ranks:
+        left_s = (deadline - datetime.datetime.now()).total_seconds()
+        waiting = [pipe for pipe, rank in pipes.items() if rank not in results]
+        ready = multiprocessing.connection.wait(waiting, max(0, left_s))
+        if not ready:
+            raise AssertionError(f"ranks {sorted(pipes[pipe] for pipe in waiting)} of {ranks} have not answered in {timeout_s} s")
+        for pipe in ready:
+            rank = pipes[pipe]
+            try:
+                passed, value = pipe.recv()
+            except EOFError:
+                raise AssertionError(f"rank {rank} died without a word") from None
+            if not passed:
+                raise AssertionError(f"rank {rank} of {ranks} failed:\n{value}")
+            results[rank] = value
+    return [results[rank] for rank in range(ranks)]
