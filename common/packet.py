@@ -4,7 +4,7 @@ Legend: T tokens of a row, F feature width (taps x hidden, with the final hidden
 """
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -117,15 +117,32 @@ class HostMessage:
             raise UserError(f"packet {item.number}: a document starts behind its own token")
 
 
+@dataclass(frozen=True)
+class PacketShape:
+    """What every packet of a run has in common: T tokens, F values a token, and where its buffers live."""
+
+    row_tokens: int
+    width: int
+    dtype: torch.dtype
+    device: torch.device = torch.device("cpu")
+
+    @property
+    def buffer_bytes(self):
+        return self.row_tokens * self.width * self.dtype.itemsize
+
+    def on(self, device):
+        return replace(self, device=torch.device(device))
+
+
 class PacketBuffer:
     """Storage of one packet at one end of a link, allocated once.
 
     Shapes: features [T, F] in the target's compute type, on the seat's device.
     """
 
-    def __init__(self, row_tokens, width, dtype, device):
-        self.message = HostMessage(row_tokens, pinned=device.type == "cuda")
-        self.features = torch.zeros(row_tokens, width, dtype=dtype, device=device)
+    def __init__(self, shape):
+        self.message = HostMessage(shape.row_tokens, pinned=shape.device.type == "cuda")
+        self.features = torch.zeros(shape.row_tokens, shape.width, dtype=shape.dtype, device=shape.device)
 
     @property
     def row(self):
