@@ -1,0 +1,328 @@
+"""A user's weeks of training hang on these files: whatever happens to them, the newest whole checkpoint is found and nothing lies."""
+
+import errno
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from common.checkpoint import MARKER, CheckpointError, RunDirectory, compare_configs, open_checkpoint
+from common.config import Config, UserError, to_dict
+
+PARTS = ("drafter.safetensors", "optim_drafter0.safetensors", "optim_drafter1.safetensors")
+
+
+@pytest.fixture
+def said():
+    return []
+
+
+@pytest.fixture
+def run(tmp_path, said):
+    directory = RunDirectory(tmp_path / "run", say=said.append)
+    directory.lock()
+    yield directory
+    directory.unlock()
+
+
+def tensors(step):
+    return {"weight": torch.full((3, 5), float(step)), "count": torch.tensor(step), "half": torch.ones(7, dtype=torch.bfloat16)}
+
+
+def save(run, step, **state):
+    for name in PARTS:
+        run.write_part(step, name, tensors(step))
+    run.commit(step, PARTS, {"seed": 0}, state)
+    return run.checkpoints / f"step_{step:08d}"
+
+
+def export(run, step):
+    run.publish_export(step, lambda folder: (folder / "config.json").write_text(str(step)))
+
+
+def steps_of(parent):
+    return sorted(int(path.name[5:]) for path in parent.glob("step_*"))
+
+
+def test_a_saved_checkpoint_comes_back_bit_by_bit(run):
+    """Else a resumed run silently continues from other weights."""
+    save(run, 500, walk_tau=2.5)
+    checkpoint = run.newest_valid()
+    assert (checkpoint.step, checkpoint.state, checkpoint.config) == (500, {"walk_tau": 2.5}, {"seed": 0})
+    for name in PARTS:
+        loaded = checkpoint.tensors(name)
+        for key, tensor in tensors(500).items():
+            assert loaded[key].dtype == tensor.dtype and torch.equal(loaded[key], tensor)
+    with pytest.raises(CheckpointError, match="has no optim_drafter9"):
+        checkpoint.tensors("optim_drafter9.safetensors")
+
+
+def truncate(folder, name):
+    os.truncate(folder / name, os.path.getsize(folder / name) - 1)
+
+
+def flip_a_bit(folder, name):
+    data = bytearray((folder / name).read_bytes())
+    data[len(data) // 2] ^= 4
+    (folder / name).write_bytes(data)
+
+
+def delete(folder, name):
+    (folder / name).unlink()
+
+
+@pytest.mark.parametrize("damage", [truncate, flip_a_bit, delete])
+@pytest.mark.parametrize("name", [*PARTS, MARKER])
+def test_a_damaged_checkpoint_is_passed_over_with_a_message(run, said, damage, name):
+    """Else a job that lost one file of its newest checkpoint cannot start, or starts from garbage."""
+    save(run, 100)
+    damage(save(run, 200), name)
+    newest = run.newest_valid()
+    if name == MARKER and damage is flip_a_bit and newest.step == 200:
+        pytest.skip("the bit lies in white space of the marker")
+    assert newest.step == 100
+    assert any("passed over" in line and "step_00000200" in line for line in said)
+
+
+def test_nothing_valid_means_a_new_run(run, said):
+    assert run.newest_valid() is None
+    delete(save(run, 100), MARKER)
+    assert run.newest_valid() is None
+
+
+def test_a_part_that_was_not_written_voids_the_checkpoint(run):
+    """Else a drafter whose disk is full leaves a checkpoint without its moments."""
+    save(run, 100)
+    run.write_part(200, PARTS[0], tensors(200))
+    with pytest.raises(CheckpointError, match="optim_drafter0"):
+        run.commit(200, PARTS, {}, {})
+    assert run.newest_valid().step == 100
+    assert [path.name for path in run.checkpoints.iterdir()] == ["step_00000100"]
+
+
+def test_a_failing_export_leaves_latest_alone(run):
+    """Else an engine that serves export/latest loads half a model."""
+    export(run, 100)
+
+    def out_of_space(folder):
+        (folder / "config.json").write_text("half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(CheckpointError, match="No space left"):
+        run.publish_export(200, out_of_space)
+    assert (run.exports / "latest" / "config.json").read_text() == "100"
+    assert steps_of(run.exports) == [100] and not list(run.exports.glob(".*"))
+
+
+def test_leftovers_of_a_killed_job_are_cleared_by_the_next(tmp_path):
+    """Else every kill costs the disk space of a checkpoint for good, or stale parts enter the next one."""
+    first = RunDirectory(tmp_path)
+    first.lock()
+    save(first, 100)
+    first.write_part(200, PARTS[0], tensors(1))
+    (first.exports / ".step_00000200").mkdir()
+    first.unlock()
+    second = RunDirectory(tmp_path)
+    second.lock()
+    assert [path.name for path in second.checkpoints.iterdir()] == ["step_00000100"] and not list(second.exports.iterdir())
+    second.unlock()
+
+
+def test_a_step_saved_again_replaces_its_older_self(run):
+    """After a rewind the same step is reached again; the damaged folder of that name must not win or block."""
+    truncate(save(run, 100), PARTS[0])
+    save(run, 100, again=True)
+    assert run.newest_valid().state == {"again": True}
+    assert [path.name for path in run.checkpoints.iterdir()] == ["step_00000100"]
+
+
+def test_retention_keeps_the_newest_and_the_best(run):
+    """Else the disk fills, or the best drafter of the run is gone."""
+    for step, tau in ((100, 2.0), (200, 3.0), (300, float("nan")), (400, 2.5), (500, None)):
+        save(run, step, walk_tau=tau)
+        export(run, step)
+        run.retain(keep=2, keep_best=True)
+    assert steps_of(run.checkpoints) == [200, 400, 500]
+    assert steps_of(run.exports) == [200, 400, 500]
+    run.retain(keep=1, keep_best=False)
+    assert steps_of(run.checkpoints) == [500] and os.readlink(run.exports / "latest") == "step_00000500"
+
+
+def test_retention_does_not_count_a_damaged_checkpoint(run):
+    """Else keep=1 deletes the only checkpoint that could be resumed."""
+    save(run, 100)
+    delete(save(run, 200), MARKER)
+    run.retain(keep=1, keep_best=False)
+    assert run.newest_valid().step == 100
+
+
+def test_going_back_sets_the_later_future_aside(run, said):
+    """Else the next automatic resume continues the future that the user went back from."""
+    for step in (100, 200, 300):
+        save(run, step)
+        export(run, step)
+    checkpoint = run.resume_point(str(run.checkpoints / "step_00000200"))
+    assert checkpoint.step == 200 and run.newest_valid().step == 200
+    assert os.readlink(run.exports / "latest") == "step_00000200"
+    assert (run.checkpoints / "abandoned_step_00000300" / MARKER).is_file() and "set aside" in said[-1]
+    save(run, 250)
+    assert run.resume_point(str(run.checkpoints / "step_00000200"), restarted=True).step == 250
+    assert run.resume_point("never") is None and run.newest_valid() is None
+
+
+def test_resuming_from_a_folder_that_is_no_checkpoint_is_refused(run, tmp_path):
+    with pytest.raises(UserError, match=r"checkpoint\.resume=.*has no readable state\.json.*step_00000500"):
+        run.resume_point(str(tmp_path / "nowhere"))
+    flip_a_bit(save(run, 100), PARTS[1])
+    with pytest.raises(UserError, match="checksum"):
+        run.resume_point(str(run.checkpoints / "step_00000100"))
+
+
+HOLD = """
+import sys, time
+from common.checkpoint import RunDirectory
+run = RunDirectory(sys.argv[1])
+run.lock()
+print("mine", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_second_job_is_refused_until_the_first_is_dead(tmp_path, monkeypatch):
+    """Else two jobs write into one run; or a killed job locks its successor out."""
+    monkeypatch.setattr("common.checkpoint.LOCK_WAIT_S", 0.2)
+    root = Path(__file__).resolve().parent.parent
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], stdout=subprocess.PIPE, text=True, cwd=root)
+    assert holder.stdout.readline() == "mine\n"
+    second = RunDirectory(tmp_path)
+    with pytest.raises(UserError, match=rf"in use by another job \(pid {holder.pid} on .*log\.dir="):
+        second.lock()
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    second.lock()
+    second.unlock()
+
+
+def test_an_unshared_run_directory_is_refused(run, tmp_path, monkeypatch):
+    """Else half the moments are written on another machine's disk, and found missing at the first resume."""
+    monkeypatch.setattr("common.checkpoint.PROBE_WAIT_S", 0.3)
+    run.write_probe("token")
+    RunDirectory(run.path).check_probe("token")
+    with pytest.raises(UserError, match=r"shared.*log\.dir=DIR"):
+        RunDirectory(tmp_path / "elsewhere").check_probe("token")
+
+
+def test_an_unwritable_run_directory_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot be written.*log\.dir=DIR"):
+        RunDirectory(tmp_path / "file").lock()
+
+
+def test_the_stop_file_is_seen_and_cleared(run):
+    """Else a stopped job stops again at once when it is started anew."""
+    run.stop_file.touch()
+    assert run.stop_requested()
+    run.clear_stop()
+    run.clear_stop()
+    assert not run.stop_requested()
+
+
+def test_the_log_is_rewound_to_the_resumed_step(run):
+    """Else steps that are run again stand twice in the log, and curves fold back."""
+    lines = [json.dumps({"step": step, "loss": 1.0 / step}) for step in (10, 20, 30)]
+    run.metrics.write_text("\n".join(lines) + '\n{"step": 40, "lo')
+    run.rewind_log(20)
+    assert run.metrics.read_text() == "\n".join(lines[:2]) + "\n"
+
+
+def test_configs_may_differ_only_where_they_steer(run):
+    """Else a resume trains something else than the first half did; or a user cannot even change the log interval."""
+    saved, current = to_dict(Config()), to_dict(Config())
+    current["log"]["every"], current["topology"]["targets"], current["optim"]["steps"] = 3, 5, 900
+    assert len(compare_configs(saved, current)) == 3
+    current["optim"]["lr"], current["drafter"]["layers"] = 0.5, 3
+    with pytest.raises(
+        UserError, match=r"drafter\.layers was 5, is 3; optim\.lr was 0\.0006, is 0\.5.*allow_changes=\[drafter\.layers,optim\.lr\]"
+    ):
+        compare_configs(saved, current)
+    assert any(note.startswith("optim.lr") for note in compare_configs(saved, current, ["optim.lr", "drafter.layers"]))
+
+
+def test_hostile_markers_are_errors_and_nothing_else(run):
+    """A marker is a file from disk: whatever stands in it must end as CheckpointError, without allocating what it claims."""
+    folder = save(run, 100)
+    good = (folder / MARKER).read_bytes()
+    draw = random.Random(0)
+    hostile = [
+        b"", b"null", b"[]", b"{}", b"[" * 100_000, b"\xff\xfe", b"9" * 10_000, b'{"version": 1}', b"x" * (1 << 24) + b"y",
+        *(json.dumps(json.loads(good) | change).encode() for change in (
+            {"version": 2}, {"step": -1}, {"step": True}, {"step": 1e400}, {"step": "1"}, {"files": []}, {"files": {}}, {"files": {"a": 1}},
+            {"config": None}, {"state": 3}, {"files": {"../../etc/passwd": {"bytes": 1, "crc32": 1}}},
+            {"files": {"drafter.safetensors": {"bytes": 1 << 62, "crc32": 1}}},
+            {"files": {"drafter.safetensors": {"bytes": [], "crc32": {}}}},
+        )),
+    ]  # fmt: skip
+    for _ in range(300):
+        mutated = bytearray(good)
+        for _ in range(draw.randint(1, 8)):
+            mutated[draw.randrange(len(mutated))] = draw.randrange(256)
+        hostile.append(bytes(mutated[: draw.randint(1, len(mutated))]))
+    for text in hostile:
+        (folder / MARKER).write_bytes(text)
+        with pytest.raises(CheckpointError):
+            open_checkpoint(folder).verify()
+
+
+def test_hostile_tensor_files_are_errors(run):
+    """A part whose header claims an exabyte must not be believed, even when its checksum holds."""
+    folder = save(run, 100)
+    claim = json.dumps({"weight": {"dtype": "F32", "shape": [1 << 58], "data_offsets": [0, 1 << 60]}}).encode()
+    (folder / PARTS[0]).write_bytes(len(claim).to_bytes(8, "little") + claim)
+    with pytest.raises(CheckpointError, match=r"has \d+ bytes"):
+        open_checkpoint(folder)
+    marker = json.loads((folder / MARKER).read_text())
+    marker["files"][PARTS[0]]["bytes"] = 8 + len(claim)
+    (folder / MARKER).write_text(json.dumps(marker))
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        open_checkpoint(folder).tensors(PARTS[0])
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 256 KiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", folder], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"needs the right to mount a tmpfs: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_a_full_disk_costs_the_new_checkpoint_only(small_disk):
+    """Else a full disk ends the run, or takes the last good checkpoint with it."""
+    run = RunDirectory(small_disk)
+    run.lock()
+    save(run, 100)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        run.write_part(200, PARTS[0], {"weight": torch.zeros(1 << 17)})
+    with pytest.raises(CheckpointError, match="was not written"):
+        run.commit(200, PARTS[:1], {}, {})
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        run.publish_export(200, lambda folder: (folder / "model.safetensors").write_bytes(bytes(1 << 19)))
+    assert run.newest_valid().step == 100
+    save(run, 300)
+    assert run.newest_valid().step == 300
+    run.unlock()
+
+
+def test_the_config_is_written_whole(run):
+    run.write_config(yaml.safe_dump({"seed": 1}))
+    assert yaml.safe_load((run.path / "config.yaml").read_text()) == {"seed": 1}
