@@ -1,0 +1,227 @@
+"""The drafter: a few transformer layers that propose a whole block of tokens from the target's hidden states.
+
+Training and decoding run the same layers: `forward` on all blocks of a packet, `extend` and `draft` on one block behind a cache of
+context keys. Source: DFlash (arXiv 2602.06036).
+
+Legend: T context tokens, A anchors, K block slots, D hidden, M taps, F = M*D, H heads, G key/value heads, d head dimension, L layers.
+"""
+
+import math
+import re
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from common import attention
+from common.drafter_files import FULL, SLIDING, DrafterSpec, export, load_exported, split
+from common.target_files import Tensors
+
+__all__ = ["Drafter", "DrafterSpec", "export", "load_exported", "make"]
+
+
+def inverse_frequencies(spec):
+    """Rotary frequencies float32 [d/2] and the factor on cos and sin, for the scalings that a valid spec may name.
+
+    Source: transformers' modeling_rope_utils (default, linear, llama3, yarn).
+    """
+    exponent = torch.arange(0, spec.head_dim, 2, dtype=torch.int64).float() / spec.head_dim
+    plain = 1.0 / spec.rope_theta**exponent
+    scaling = spec.rope_scaling or {}
+    kind, factor = scaling.get("rope_type", scaling.get("type", "default")), scaling.get("factor", 1.0)
+    if kind == "default":
+        return plain, 1.0
+    if kind == "linear":
+        return plain / factor, 1.0
+    trained = scaling.get("original_max_position_embeddings") or spec.max_position_embeddings
+    if kind == "llama3":
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        share = ((trained * plain / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+        return (1 - share) * plain / factor + share * plain, 1.0
+
+    def dimension(rotations):  # the yarn scaling's ramp ends at the dimensions that turn this often over the trained length
+        return spec.head_dim * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(spec.rope_theta))
+
+    low, high = dimension(scaling.get("beta_fast") or 32), dimension(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, spec.head_dim - 1)
+    ramp = ((torch.arange(spec.head_dim // 2).float() - low) / max(high - low, 0.001)).clamp(0, 1)
+    on_tables = scaling.get("attention_factor") or (0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0)
+    return plain / factor * ramp + plain * (1 - ramp), on_tables
+
+
+def rotate(x_NHd, tables):
+    """Rotary embedding (half-split convention) in float32."""
+    cos, sin = (t[:, None] for t in tables)
+    first, second = x_NHd.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_NHd.dtype)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm in float32, rounded to the input's type before the weight, as the engines do."""
+
+    def __init__(self, size, eps, **kind):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.empty(size, **kind)), eps
+
+    def forward(self, x):
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight
+
+
+class SelfAttention(nn.Module):
+    """Queries from the block, keys and values from context and block through the same weights; q, k and v in one matrix."""
+
+    def __init__(self, spec, **kind):
+        super().__init__()
+        self.head_dim, self.heads, self.kv_heads = spec.head_dim, spec.heads, spec.kv_heads
+        self.qkv_proj = nn.Linear(spec.hidden_size, (spec.heads + 2 * spec.kv_heads) * spec.head_dim, spec.attention_bias, **kind)
+        self.o_proj = nn.Linear(spec.heads * spec.head_dim, spec.hidden_size, spec.attention_bias, **kind)
+        self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps, **kind)
+        self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps, **kind)
+
+    def context(self, context_TD, tables):
+        """Keys (normed and rotated) and values of the context: 2 x [T, G, d]."""
+        first = self.heads * self.head_dim
+        bias = None if self.qkv_proj.bias is None else self.qkv_proj.bias[first:]
+        pair = F.linear(context_TD, self.qkv_proj.weight[first:], bias).unflatten(-1, (2 * self.kv_heads, self.head_dim))
+        key, value = pair.split(self.kv_heads, dim=1)
+        return rotate(self.k_norm(key), tables), value
+
+    def forward(self, x_ND, tables, context, mask):
+        qkv = self.qkv_proj(x_ND).unflatten(-1, (self.heads + 2 * self.kv_heads, self.head_dim))
+        query, key, value = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        query, key = rotate(self.q_norm(query), tables), rotate(self.k_norm(key), tables)
+        return self.o_proj(attention.attend(query, context, (key, value), mask).flatten(1))
+
+
+class MLP(nn.Module):
+    def __init__(self, spec, **kind):
+        super().__init__()
+        self.gate_up_proj = nn.Linear(spec.hidden_size, 2 * spec.intermediate_size, bias=False, **kind)
+        self.down_proj = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=False, **kind)
+
+    def forward(self, x_ND):
+        gate, up = self.gate_up_proj(x_ND).chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate) * up)
+
+
+class Layer(nn.Module):
+    def __init__(self, spec, **kind):
+        super().__init__()
+        self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, **kind)
+        self.self_attn = SelfAttention(spec, **kind)
+        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, **kind)
+        self.mlp = MLP(spec, **kind)
+
+    def forward(self, x_ND, tables, context, mask):
+        x_ND = x_ND + self.self_attn(self.input_layernorm(x_ND), tables, context, mask)
+        return x_ND + self.mlp(self.post_attention_layernorm(x_ND))
+
+
+class Drafter(nn.Module):
+    """The drafter's layers. Embedding and vocabulary head are the target's and stay outside.
+
+    A context feature enters as keys and values of every layer; a block of embeddings runs through the layers.
+    """
+
+    def __init__(self, spec, dtype, device, checkpointing=False):
+        super().__init__()
+        kind = {"dtype": dtype, "device": device}
+        self.spec, self.checkpointing = spec, checkpointing
+        self.fc = nn.Linear(len(spec.taps) * spec.hidden_size, spec.hidden_size, bias=False, **kind)
+        self.hidden_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, **kind)
+        self.layers = nn.ModuleList(Layer(spec, **kind) for _ in range(spec.layers))
+        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, **kind)
+        frequencies, self.table_factor = inverse_frequencies(spec)
+        self.frequencies = frequencies.to(device)  # no buffer: a cast of the module must not round it
+
+    def forward(self, block_embeddings_AKD, positions_AK, features_TF, context_positions_T, plan):
+        """Hidden states of all blocks of a packet, ready for the head: [A, K, D].
+
+        `plan` is the packet's attention.MaskPlan; positions count in each token's own document.
+        """
+        A, K, _ = block_embeddings_AKD.shape
+        mask_spec = attention.MaskSpec(features_TF.shape[0], A, K)
+        windows = {t: self.spec.window if t == SLIDING else None for t in dict.fromkeys(self.spec.layer_types)}
+        masks = {t: attention.mask_of(mask_spec, plan, window) for t, window in windows.items()}
+        contexts = self._contexts(features_TF, context_positions_T)
+        hidden = self._blocks(block_embeddings_AKD.flatten(0, 1), positions_AK.flatten(), contexts, masks)
+        return hidden.unflatten(0, (A, K))
+
+    def new_cache(self):
+        """An empty cache of context keys and values per layer, for `extend` and `draft`."""
+        empty = self.fc.weight.new_empty(0, self.spec.kv_heads, self.spec.head_dim)
+        return [(empty, empty) for _ in self.layers]
+
+    @torch.no_grad()
+    def extend(self, cache, features_NF, positions_N):
+        """Add the features of newly accepted tokens, the next positions in order."""
+        for i, new in enumerate(self._contexts(features_NF, positions_N)):
+            cache[i] = tuple(torch.cat(pair) for pair in zip(cache[i], new, strict=True))
+
+    @torch.no_grad()
+    def draft(self, cache, block_embeddings_KD, positions_K):
+        """Hidden states [K, D] of one block behind the cached context. The cache stays as it is: a block leaves no trace."""
+        n, K = len(cache[0][0]), len(positions_K)
+        end = torch.tensor([n], device=positions_K.device)
+        mask_spec = attention.MaskSpec(row_tokens=n, anchors=1, block_size=K)
+        sliding = attention.dense_mask(mask_spec, end, end * 0, end == n, self.spec.window) if SLIDING in self.spec.layer_types else None
+        return self._blocks(block_embeddings_KD, positions_K, cache, {FULL: None, SLIDING: sliding})
+
+    def _tables(self, positions_N):
+        angles = positions_N.float()[:, None] * self.frequencies
+        return angles.cos() * self.table_factor, angles.sin() * self.table_factor
+
+    def _contexts(self, features_NF, positions_N):
+        context = self.hidden_norm(self.fc(features_NF.to(self.fc.weight.dtype)))
+        tables = self._tables(positions_N)
+        return [layer.self_attn.context(context, tables) for layer in self.layers]
+
+    def _blocks(self, x_ND, positions_N, contexts, masks):
+        x_ND, tables = x_ND.to(self.fc.weight.dtype), self._tables(positions_N)
+        for layer, kind, context in zip(self.layers, self.spec.layer_types, contexts, strict=True):
+            if self.checkpointing and self.training:
+                x_ND = checkpoint(layer, x_ND, tables, context, masks[kind], use_reentrant=False)
+            else:
+                x_ND = layer(x_ND, tables, context, masks[kind])
+        return self.norm(x_ND)
+
+
+def make(config, spec, target_folder, device, seed):
+    """A drafter with its first weights, as `config` (the `drafter` section) asks: equal for equal seeds on equal devices.
+
+    Raises: UserError if the weights to start from do not fit.
+    """
+    drafter = Drafter(spec, getattr(torch, config.dtype), device, config.activation_checkpointing)
+    generator = torch.Generator(device).manual_seed(seed)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.normal_(0.0, spec.initializer_range, generator=generator) if parameter.dim() > 1 else parameter.fill_(1.0)
+        for layer in drafter.layers:
+            for linear in (layer.self_attn.qkv_proj, layer.self_attn.o_proj):
+                if linear.bias is not None:
+                    linear.bias.zero_()
+    if config.init == "target_layers":
+        _copy_target_layers(drafter, Tensors(target_folder))
+    elif config.init != "random":
+        drafter.load_state_dict(load_exported(config.init)[1])
+    return drafter
+
+
+@torch.no_grad()
+def _copy_target_layers(drafter, tensors):
+    """Start each layer (and the last norm) from the target's tapped layer, wherever name and shape agree."""
+    spec, names = drafter.spec, tensors.names()
+    parts = split(spec, drafter.state_dict())  # views: what is copied into them arrives in the drafter
+    depth = [spec.taps[min(i, len(spec.taps) - 1)] for i in range(spec.layers)]
+    for name, part in parts.items():
+        if (layer := re.match(r"layers\.(\d+)\.", name)) is not None:
+            name = f"layers.{depth[int(layer[1])]}.{name[layer.end() :]}"
+        elif name != "norm.weight":
+            continue
+        source = next((n for n in names if re.fullmatch(rf"((language_)?model\.)*{re.escape(name)}", n)), None)
+        if source is not None and tensors.shape(source) == tuple(part.shape):
+            part.copy_(tensors.load(source))
