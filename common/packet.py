@@ -124,7 +124,7 @@ class PacketShape:
     row_tokens: int
     width: int
     dtype: torch.dtype
-    device: torch.device = torch.device("cpu")
+    device: torch.device | None = None
 
     @property
     def buffer_bytes(self):

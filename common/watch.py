@@ -1,0 +1,207 @@
+"""How workers keep an eye on each other, and how a run is asked to stop.
+
+Every process posts a heartbeat; whoever falls silent, or sits in one working phase for longer than `topology.timeout_s`, is named by
+the others, which then end too. Waiting is never a fault, nor is a slow checkpoint: only silence and endless work are.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from datetime import timedelta
+
+WORKING = ("capture", "step")  # phases that no healthy worker stays in for long
+INTERRUPT_GRACE_S = 20.0
+ECHO_S = 2.0  # a terminal's Ctrl-C reaches a worker twice: from the terminal and from torchrun
+
+
+class LocalBoard:
+    """Notes between workers of one process."""
+
+    def __init__(self):
+        self._notes, self._changed = {}, threading.Condition()
+
+    def put(self, key, value):
+        with self._changed:
+            self._notes[key] = value
+            self._changed.notify_all()
+
+    def wait(self, key):
+        with self._changed:
+            self._changed.wait_for(lambda: key in self._notes)
+            return self._notes[key]
+
+    def phase(self, step, name):
+        """What this worker is doing now."""
+
+
+class StoreBoard:
+    """Notes between processes, as JSON in the rendezvous store."""
+
+    def __init__(self, store):
+        self._store = store
+        self.now = (0, "start")
+
+    def put(self, key, value):
+        self._store.set(key, json.dumps(value))
+
+    def wait(self, key):
+        """The note under a key, whenever it comes; a rank that never leaves it is found by the watch."""
+        while True:
+            try:
+                self._store.wait([key], timedelta(seconds=10))
+                return json.loads(self._store.get(key))
+            except RuntimeError as error:
+                if "timeout" not in str(error).lower():
+                    raise
+
+    def gather(self, name, rank, world, value):
+        """Everybody's value, by rank."""
+        self.put(f"{name}/{rank}", value)
+        return [self.wait(f"{name}/{other}") for other in range(world)]
+
+    def phase(self, step, name):
+        self.now = (step, name)
+
+
+class Watch:
+    """Heartbeats of all ranks. `leave` before a regular end; `explain` after an error that may be somebody else's."""
+
+    def __init__(self, board, layout, member, timeout_s):
+        self._board, self._member, self._timeout_s = board, member, timeout_s
+        self._store = board._store.clone()
+        self._names = {m.rank: f"{m.role} {m.index} (rank {m.rank} on {m.host})" for m in (*layout.targets, *layout.drafters)}
+        self._interval_s = min(timeout_s / 10, max(0.5, len(self._names) / 32))
+        self._seen = {}  # rank -> (beat, when it changed, (step, phase), when that changed)
+        self._left = False
+        self._lock = threading.Lock()
+        threading.Thread(target=self._run, daemon=True, name="watch").start()
+
+    def _run(self):
+        while True:
+            try:
+                with self._lock:
+                    if self._left:
+                        return
+                    self._look(time.monotonic())
+            except RuntimeError:
+                return  # the store is gone with its agent, which ends us
+            time.sleep(self._interval_s)
+
+    def _look(self, now):
+        step, phase = self._board.now
+        self._store.set(f"beat/{self._member.rank}", json.dumps([now, step, phase]))
+        stale = [(why, rank) for rank in self._names if rank != self._member.rank and (why := self._overdue(rank, now)) is not None]
+        if stale:
+            (seconds, _), rank = max(stale)
+            self._end(rank, f"no sign of progress for {seconds:.0f} s")
+
+    def _overdue(self, rank, now):
+        """(seconds, last step) of a rank that is silent or stuck for longer than the timeout, else None."""
+        beat = self._read(f"beat/{rank}")
+        if beat is not None and beat[2] == "left":
+            return None
+        last_beat, since, last_phase, phase_since = self._seen.get(rank, (None, now, None, now))
+        if beat is not None and beat[0] != last_beat:
+            last_beat, since = beat[0], now
+        phase = tuple(beat[1:]) if beat else None
+        if phase != last_phase:
+            last_phase, phase_since = phase, now
+        self._seen[rank] = (last_beat, since, last_phase, phase_since)
+        silent = now - since
+        stuck = now - phase_since if phase and phase[1] in WORKING else 0.0
+        longest = max(silent, stuck)
+        return (longest, -(phase[0] if phase else 0)) if longest > self._timeout_s else None
+
+    def _read(self, key):
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+    def _last(self, rank):
+        _, _, phase, _ = self._seen.get(rank, (None, 0, None, 0))
+        return f"last seen at step {phase[0]} in {phase[1]}" if phase else "never seen"
+
+    def _end(self, rank, what):
+        print(
+            f"error: {self._names[rank]}: {what}, {self._last(rank)}. This is {self._names[self._member.rank]}, ending too.",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(1)
+
+    def leave(self):
+        with self._lock:
+            self._left = True
+            self._store.set(f"beat/{self._member.rank}", json.dumps([0, self._board.now[0], "left"]))
+
+    def explain(self, error, lost_connection):
+        """Say whose fault it is: ours (a note for the others is left), or a rank's that died; then end the process if it is another's."""
+        if not lost_connection:
+            with self._lock:
+                self._store.set(
+                    f"fault/{self._member.rank}",
+                    json.dumps(str(error).strip().splitlines()[0][:500] if str(error) else type(error).__name__),
+                )
+            return
+        deadline = time.monotonic() + min(self._timeout_s, 20 * self._interval_s)
+        while time.monotonic() < deadline:
+            time.sleep(self._interval_s / 2)
+            with self._lock:
+                for rank in self._names:
+                    fault = self._read(f"fault/{rank}")
+                    if fault is not None:
+                        self._end(rank, fault)
+                now = time.monotonic()
+                silent = {rank: now - seen[1] for rank, seen in self._seen.items() if seen[2] is None or seen[2][1] != "left"}
+                rank = max(silent, key=silent.get, default=None)
+                if rank is not None and silent[rank] > 4 * self._interval_s:
+                    self._end(rank, f"died or fell silent {silent[rank]:.0f} s ago")
+
+
+class StopRequest:
+    """A wish to stop, by signal: SIGUSR1 or Ctrl-C ask for a graceful stop; SIGTERM ends the process at once with 143.
+
+    Python runs signal handlers only between two bytecodes of the main thread, which may be waiting inside a collective: so a thread of
+    its own reads them from a socket. A Ctrl-C that has not been honoured after 20 s, or a second one, ends the process with 130.
+    """
+
+    def __init__(self):
+        self.requested = False
+        self._interrupted = None
+        receiver, sender = socket.socketpair()
+        sender.setblocking(False)
+        self._sockets = receiver, sender
+        self._before = {s: signal.signal(s, lambda *_: None) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+        self._wakeup_before = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=self._run, daemon=True, name="signals").start()
+
+    def _run(self):
+        while number := self._sockets[0].recv(1):
+            number = number[0]
+            if number == signal.SIGTERM:
+                os._exit(128 + signal.SIGTERM)
+            elif number == signal.SIGINT:
+                self._interrupt()
+            elif number == signal.SIGUSR1:
+                self.requested = True
+
+    def _interrupt(self):
+        now = time.monotonic()
+        if self._interrupted is None:
+            self._interrupted, self.requested = now, True
+            print(
+                f"\nstopping at the next averaging; a second Ctrl-C, or {INTERRUPT_GRACE_S:.0f} s, end at once", file=sys.stderr, flush=True
+            )
+            timer = threading.Timer(INTERRUPT_GRACE_S, os._exit, [128 + signal.SIGINT])
+            timer.daemon = True
+            timer.start()
+        elif now - self._interrupted > ECHO_S:
+            os._exit(128 + signal.SIGINT)
+
+    def close(self):
+        signal.set_wakeup_fd(self._wakeup_before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._sockets[1].close()
