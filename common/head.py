@@ -1,0 +1,147 @@
+"""The target's frozen head over every slot of every block, chunk by chunk: where most of a drafter step's arithmetic is.
+
+Two implementations of one function. `fused` computes the gradient with respect to the hidden states in the forward pass and keeps
+it (two products a row, no logits survive a chunk); `checkpoint` is the plain twin that autograd differentiates and recomputes
+(three products). Slot 0, the clean anchor, has no loss and is skipped; a block is never split over two chunks.
+
+Legend: A anchors, K block slots, J = K - 1 predicted slots, D hidden, V vocabulary, T tokens, R = rows of a chunk, C loss terms.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from common import kernels
+
+CHUNK_LOGITS = 2048 * 151936
+"""Logits of a chunk: enough rows to keep the products at full speed, 0.6 GiB in bfloat16."""
+TERMS = {"ce": ("nll",), "kl": ("kl",), "tv": ("tv",), "lk": ("kl", "tv")}
+"""The per-slot terms each loss is made of, in the order of dimension C."""
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """Where the target's own distribution comes from: its final hidden states and, per slot, the row index before the label.
+
+    Shapes: hidden_TD [T, D], index_AJ [A, J].
+    """
+
+    hidden_TD: torch.Tensor
+    index_AJ: torch.Tensor
+
+
+def slot_terms(hidden_AKD, vocabulary, labels_AJ, loss, head, teacher=None, chunk_anchors=None):
+    """Loss terms of each predicted slot, differentiable in hidden_AKD, with the label's nll and whether the best token is the label.
+
+    Shapes: hidden_AKD [A, K, D], labels_AJ int64 [A, J] -> terms [C, A, J], nll [A, J], hit bool [A, J] (the last two without gradient).
+    Units: nats.
+    """
+    A, J = labels_AJ.shape
+    if chunk_anchors is None:
+        chunks = -(-A * J * vocabulary.head.shape[0] // CHUNK_LOGITS)
+        chunk_anchors = -(-A // chunks)
+    spans = [slice(start, min(start + chunk_anchors, A)) for start in range(0, A, chunk_anchors)]
+    if head == "fused":
+        return _FusedHead.apply(hidden_AKD, vocabulary, labels_AJ, loss, teacher, spans)
+    parts = [
+        checkpoint(
+            _chunk, hidden_AKD[span], vocabulary, labels_AJ[span], loss, teacher, span, use_reentrant=False, preserve_rng_state=False
+        )
+        for span in spans
+    ]
+    terms, nll, hit = (torch.cat(part, dim=-1).unflatten(-1, (A, J)) for part in zip(*parts, strict=True))
+    return terms, nll, hit
+
+
+def _chunk(hidden_AKD, vocabulary, labels_AJ, loss, teacher, span):
+    logits_RV, teacher_RV = _logits(hidden_AKD, vocabulary, teacher, span)
+    terms_CR, nll_R, hit_R = slot_values(logits_RV, labels_AJ.flatten(), teacher_RV, loss, vocabulary.softcap)
+    return terms_CR, nll_R.detach(), hit_R
+
+
+def _logits(hidden_AKD, vocabulary, teacher, span):
+    """Uncapped logits of the drafter and, if it is asked, of the target."""
+    logits_RV = hidden_AKD[:, 1:].flatten(0, 1) @ vocabulary.head.T
+    if teacher is None:
+        return logits_RV, None
+    return logits_RV, teacher.hidden_TD[teacher.index_AJ[span].flatten()].to(vocabulary.head.dtype) @ vocabulary.head.T
+
+
+class _FusedHead(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden_AKD, vocabulary, labels_AJ, loss, teacher, spans):
+        A, J = labels_AJ.shape
+        wide, C = _wide(hidden_AKD.dtype), len(TERMS[loss])
+        terms_CAJ = hidden_AKD.new_empty(C, A, J, dtype=wide)
+        nll_AJ, hit_AJ = hidden_AKD.new_empty(A, J, dtype=wide), torch.empty_like(labels_AJ, dtype=torch.bool)
+        differentiate = ctx.needs_input_grad[0]
+        kept_CAJD = hidden_AKD.new_empty(C, A, J, hidden_AKD.shape[-1]) if differentiate else None
+        for span in spans:
+            logits_RV, teacher_RV = _logits(hidden_AKD[span], vocabulary, teacher, span)
+            signature = (loss, tuple(logits_RV.shape), logits_RV.dtype, vocabulary.softcap, differentiate)
+            function = slot_values_and_gradients if differentiate else slot_values
+            kernel = kernels.handle("head", function, logits_RV.device, signature)
+            terms, nll, hit, *gradients = kernel(logits_RV, labels_AJ[span].flatten(), teacher_RV, loss, vocabulary.softcap)
+            terms_CAJ[:, span], nll_AJ[span], hit_AJ[span] = terms.unflatten(1, (-1, J)), nll.view(-1, J), hit.view(-1, J)
+            del logits_RV, teacher_RV
+            for gradient_RV, kept_AJD in zip(gradients, kept_CAJD if differentiate else (), strict=True):
+                torch.mm(gradient_RV, vocabulary.head, out=kept_AJD[span].flatten(0, 1))
+            del gradients
+        ctx.kept_CAJD = kept_CAJD
+        ctx.mark_non_differentiable(nll_AJ, hit_AJ)
+        ctx.set_materialize_grads(False)
+        return terms_CAJ, nll_AJ, hit_AJ
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, scale_CAJ, *_):
+        kept_CAJD, ctx.kept_CAJD = ctx.kept_CAJD, None
+        A, J, D = kept_CAJD.shape[1:]
+        gradient_AKD = kept_CAJD.new_zeros(A, J + 1, D)
+        torch.mul(kept_CAJD[0], scale_CAJ[0, ..., None], out=gradient_AKD[:, 1:])
+        for kept_AJD, scale_AJ in zip(kept_CAJD[1:], scale_CAJ[1:], strict=True):
+            gradient_AKD[:, 1:] += kept_AJD * scale_AJ[..., None]
+        return gradient_AKD, None, None, None, None, None
+
+
+def slot_values(logits_RV, labels_R, teacher_RV, loss, softcap):
+    """Terms [C, R], the label's nll [R] and hit [R] from uncapped logits, in float32 (float64 where those are)."""
+    capped_RV = _cap(logits_RV, softcap)
+    log_q_RV = capped_RV.log_softmax(-1)
+    nll_R = -log_q_RV.gather(1, labels_R[:, None]).squeeze(1)
+    hit_R = capped_RV.argmax(-1) == labels_R
+    if loss == "ce":
+        return nll_R[None], nll_R, hit_R
+    log_p_RV = _cap(teacher_RV, softcap).log_softmax(-1)
+    p_RV = log_p_RV.exp()
+    values = {
+        "kl": (p_RV * (log_p_RV - log_q_RV)).sum(-1),
+        "tv": 1 - torch.minimum(p_RV, log_q_RV.exp()).sum(-1),
+    }
+    return torch.stack([values[term] for term in TERMS[loss]]), nll_R, hit_R
+
+
+def slot_values_and_gradients(logits_RV, labels_R, teacher_RV, loss, softcap):
+    """`slot_values`, then each term's gradient with respect to the logits [R, V], in their type."""
+    capped_RV = _cap(logits_RV, softcap)
+    q_RV = capped_RV.softmax(-1)
+    if loss == "ce":
+        gradients = [q_RV - (torch.arange(q_RV.shape[1], device=q_RV.device) == labels_R[:, None]).to(q_RV.dtype)]
+    else:
+        p_RV = _cap(teacher_RV, softcap).softmax(-1)
+        lower_RV = (q_RV < p_RV).to(q_RV.dtype)
+        by_term = {"kl": q_RV - p_RV, "tv": q_RV * ((q_RV * lower_RV).sum(-1, keepdim=True) - lower_RV)}
+        gradients = [by_term[term] for term in TERMS[loss]]
+    if softcap is not None:
+        gradients = [gradient_RV * (1 - (capped_RV / softcap) ** 2) for gradient_RV in gradients]
+    return *slot_values(logits_RV, labels_R, teacher_RV, loss, softcap), *(g.to(logits_RV.dtype) for g in gradients)
+
+
+def _cap(logits, softcap):
+    logits = logits.to(_wide(logits.dtype))
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def _wide(dtype):
+    return torch.promote_types(dtype, torch.float32)
