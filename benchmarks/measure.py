@@ -1,0 +1,75 @@
+"""What every benchmark shares: the ceiling it is compared with, the clock, and the form of its answer."""
+
+import json
+import statistics
+import time
+from typing import NamedTuple
+
+import torch
+
+
+class Times(NamedTuple):
+    median_ms: float
+    min_ms: float
+    max_ms: float
+
+
+def timed(function, device, warmup=3, repeats=10):
+    """Run `function` and time each of `repeats` calls, on the device's own clock where it has one."""
+    cuda = torch.device(device).type == "cuda"
+    for _ in range(warmup):
+        function()
+    times_ms = []
+    for _ in range(repeats):
+        if cuda:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            function()
+            end.record()
+            end.synchronize()
+            times_ms.append(start.elapsed_time(end))
+        else:
+            start_s = time.perf_counter()
+            function()
+            times_ms.append(1e3 * (time.perf_counter() - start_s))
+    return Times(statistics.median(times_ms), min(times_ms), max(times_ms))
+
+
+def ceiling_tflops(device, dtype=torch.bfloat16, size=8192):
+    """Rate of a size-cubed product of random matrices, the most that a step made of products could reach here."""
+    one, other = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return tflops(2 * size**3, timed(lambda: one @ other, device))
+
+
+def copy_bytes_per_s(device, size_bytes=2**31):
+    """Rate of a copy on the device (bytes read plus bytes written), the most that an elementwise pass could reach here."""
+    one, other = (torch.empty(size_bytes, dtype=torch.uint8, device=device) for _ in range(2))
+    return 2 * size_bytes / timed(lambda: one.copy_(other), device).median_ms * 1e3
+
+
+def tflops(flop, times):
+    return flop / times.median_ms / 1e9
+
+
+def peak_gib(function, device):
+    """Most memory allocated while `function` runs, what was there before included; 0 on CPU."""
+    if torch.device(device).type != "cuda":
+        function()
+        return 0.0
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    function()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) / 2**30
+
+
+def report(device, **case):
+    """Print one case as a JSON line, with the device and the versions it was measured on."""
+    name = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "cpu"
+    rounded = {key: round(value, 4) if isinstance(value, float) else value for key, value in case.items()}
+    print(json.dumps(rounded | {"device": name, "torch": torch.__version__, "cuda": torch.version.cuda}), flush=True)
+
+
+def device_of(tiny):
+    """The CPU for a tiny run, else the GPU that the numbers are about."""
+    return torch.device("cpu" if tiny else "cuda")
