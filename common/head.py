@@ -38,10 +38,7 @@ def slot_terms(hidden_AKD, vocabulary, labels_AJ, loss, head, teacher=None, chun
     Units: nats.
     """
     A, J = labels_AJ.shape
-    if chunk_anchors is None:
-        chunks = -(-A * J * vocabulary.head.shape[0] // CHUNK_LOGITS)
-        chunk_anchors = -(-A // chunks)
-    spans = [slice(start, min(start + chunk_anchors, A)) for start in range(0, A, chunk_anchors)]
+    spans = _spans(A, J * vocabulary.head.shape[0], chunk_anchors)
     if head == "fused":
         return _FusedHead.apply(hidden_AKD, vocabulary, labels_AJ, loss, teacher, spans)
     parts = [
@@ -52,6 +49,23 @@ def slot_terms(hidden_AKD, vocabulary, labels_AJ, loss, head, teacher=None, chun
     ]
     terms, nll, hit = (torch.cat(part, dim=-1).unflatten(-1, (A, J)) for part in zip(*parts, strict=True))
     return terms, nll, hit
+
+
+def slot_best(hidden_AKD, vocabulary, top_k, chunk_anchors=None):
+    """Log-probabilities and ids of each predicted slot's best k tokens: [A, J, k] each, best first."""
+    A, K = hidden_AKD.shape[:2]
+    parts = []
+    for span in _spans(A, (K - 1) * vocabulary.head.shape[0], chunk_anchors):
+        logits_RV, _ = _logits(hidden_AKD[span], vocabulary, None, span)
+        parts.append(_cap(logits_RV, vocabulary.softcap).log_softmax(-1).topk(min(top_k, logits_RV.shape[1]), dim=-1))
+    return (torch.cat(part).unflatten(0, (A, K - 1)) for part in zip(*parts, strict=True))
+
+
+def _spans(anchors, logits_per_anchor, chunk_anchors):
+    """Slices of anchors of nearly equal length."""
+    if chunk_anchors is None:
+        chunk_anchors = -(-anchors // -(-anchors * logits_per_anchor // CHUNK_LOGITS))
+    return [slice(start, min(start + chunk_anchors, anchors)) for start in range(0, anchors, chunk_anchors)]
 
 
 def _chunk(hidden_AKD, vocabulary, labels_AJ, loss, teacher, span):

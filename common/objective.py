@@ -8,12 +8,13 @@ Source: block drafting DFlash, arXiv 2602.06036; weights D-PACE, arXiv 2605.1881
 """
 
 import heapq
+import itertools
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
 
-from common.head import Teacher, slot_terms
+from common.head import Teacher, slot_best, slot_terms
 
 GAMMA = {8: 4.0, 10: 5.0, 16: 7.0}
 """Decay length by block size, as DFlash trained them."""
@@ -173,35 +174,72 @@ def walk(accepted_N, row):
     Shapes: accepted_N, one number per candidate of the row, in order -> (emitted, verifications), int64 per document of the row.
     The turn's first token is the prefill's and is not counted; a turn of one token costs no verification.
     """
-    ahead = dict(zip(candidates(row).tolist(), accepted_N, strict=True))
+    return _walk(accepted_N.__getitem__, row)
+
+
+def walk_tree(logprobs_NJk, ranks_NJ, row, budget):
+    """The same walk when each verification checks a tree of `budget` nodes; arguments as `rank_labels` gives them."""
+    return _walk(lambda n: tree_accepted(logprobs_NJk[n], ranks_NJ[n], budget), row)
+
+
+def _walk(accepted, row):
+    number = {at: n for n, at in enumerate(candidates(row).tolist())}
     emitted, verifications = np.zeros(row.documents, np.int64), np.zeros(row.documents, np.int64)
     for document, (first, stop) in enumerate(row.spans()):
         edges = np.flatnonzero(np.diff(row.loss_mask[first:stop] != 0, prepend=False, append=False)) + first
         for at, end in edges.reshape(-1, 2).tolist():
             while at < end - 1:
-                jump = min(int(ahead[at]) + 1, end - 1 - at)
+                jump = min(int(accepted(number[at])) + 1, end - 1 - at)
                 emitted[document] += jump
                 verifications[document] += 1
                 at += jump
     return emitted, verifications
 
 
-def build_tree(logprobs_Jk, budget):
-    """The `budget` likeliest prefixes under the product of the slots' marginals, best first.
+@torch.no_grad()
+def rank_labels(hidden_AKD, vocabulary, blocks, top_k, chunk_anchors=None):
+    """What a tree would be built from, and where in it the labels are.
 
-    Shapes: logprobs_Jk [J, k], sorted downwards in each slot -> list of (parent, depth, rank): parent an earlier node or -1 (the root),
-    depth from 1, rank within that slot. Popping a prefix offers its next sibling and its first child, so no prefix is missed.
+    Shapes: -> logprobs [A, J, k] of each slot's best k tokens, sorted; ranks int64 [A, J] of the labels among them, k where absent.
+    """
+    logprobs, tokens = slot_best(hidden_AKD, vocabulary, top_k, chunk_anchors)
+    match_AJk = (tokens == blocks.labels_AK[:, 1:, None]) & blocks.valid_AK[:, 1:, None]
+    return logprobs, torch.where(match_AJk.any(-1), match_AJk.int().argmax(-1), logprobs.shape[-1])
+
+
+def best_prefixes(logprobs_Jk):
+    """Yield prefixes from the likeliest down, under the product of the slots' marginals.
+
+    Shapes: logprobs_Jk [J, k], sorted downwards in each slot -> (parent, depth, rank): parent an earlier prefix's number or -1 (the
+    root), depth from 1, rank within that slot. A yielded prefix offers its next sibling and its first child, so none is missed.
     """
     logprobs = logprobs_Jk.tolist()
-    heap, nodes = [(-logprobs[0][0], 0, -1, 1, 0)], []
-    offered = 1  # earlier offers win ties: the order is the same on every machine
-    while heap and len(nodes) < budget:
+    heap, offered = [(-logprobs[0][0], 0, -1, 1, 0)], 1  # earlier offers win ties: the order is the same on every machine
+    for number in itertools.count():
+        if not heap:
+            return
         cost, _, parent, depth, rank = heapq.heappop(heap)
-        nodes.append((parent, depth, rank))
+        yield parent, depth, rank
         slot = logprobs[depth - 1]
         if rank + 1 < len(slot):
             heapq.heappush(heap, (cost + slot[rank] - slot[rank + 1], offered, parent, depth, rank + 1))
         if depth < len(logprobs):
-            heapq.heappush(heap, (cost - logprobs[depth][0], offered + 1, len(nodes) - 1, depth + 1, 0))
+            heapq.heappush(heap, (cost - logprobs[depth][0], offered + 1, number, depth + 1, 0))
         offered += 2
-    return nodes
+
+
+def build_tree(logprobs_Jk, budget):
+    """The `budget` likeliest prefixes as a list of (parent, depth, rank), parents first; see `best_prefixes`."""
+    return list(itertools.islice(best_prefixes(logprobs_Jk), budget))
+
+
+def tree_accepted(logprobs_Jk, ranks_J, budget):
+    """Length of the labels' longest prefix that is in the tree of `budget` nodes."""
+    absent = logprobs_Jk.shape[-1]
+    ranks, tip, accepted = [*ranks_J.tolist(), absent], -1, 0
+    for number, (parent, depth, rank) in enumerate(itertools.islice(best_prefixes(logprobs_Jk), budget)):
+        if ranks[accepted] == absent:
+            break
+        if parent == tip and rank == ranks[depth - 1]:
+            tip, accepted = number, depth
+    return accepted
