@@ -6,6 +6,7 @@ context keys. Source: DFlash (arXiv 2602.06036).
 Legend: T context tokens, A anchors, K block slots, D hidden, M taps, F = M*D, H heads, G key/value heads, d head dimension, L layers.
 """
 
+import argparse
 import math
 import re
 
@@ -15,10 +16,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from common import attention
-from common.drafter_files import FULL, SLIDING, DrafterSpec, export, load_exported, split
-from common.target_files import Tensors
+from common.config import UserError, run_script
+from common.drafter_files import FULL, SLIDING, DrafterSpec, check, export, load_exported, split
+from common.target_files import Tensors, read_spec, resolve
 
-__all__ = ["Drafter", "DrafterSpec", "export", "load_exported", "make"]
+__all__ = ["Drafter", "DrafterSpec", "check", "export", "load_exported", "make"]
 
 
 def inverse_frequencies(spec):
@@ -225,3 +227,20 @@ def _copy_target_layers(drafter, tensors):
         source = next((n for n in names if re.fullmatch(rf"((language_)?model\.)*{re.escape(name)}", n)), None)
         if source is not None and tensors.shape(source) == tuple(part.shape):
             part.copy_(tensors.load(source))
+
+
+def main(arguments):
+    """`python -m common.drafter check DIR --target T`: is this exported drafter ready for the engines?"""
+    parser = argparse.ArgumentParser(prog="python -m common.drafter", description=main.__doc__)
+    check_parser = parser.add_subparsers(required=True).add_parser("check", help="look at an exported drafter as its loaders would")
+    check_parser.add_argument("drafter", help="folder with config.json and model.safetensors")
+    check_parser.add_argument("--target", required=True, help="the target's folder or hub id")
+    asked = parser.parse_args(arguments)
+    report = check(asked.drafter, read_spec(resolve(asked.target)))
+    print("\n".join(report.lines()))
+    if report.errors:
+        raise UserError(f"{asked.drafter}: {len(report.errors)} errors; export it again or mend its config.json")
+
+
+if __name__ == "__main__":
+    run_script(main)

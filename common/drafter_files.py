@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from common.config import UserError
-from common.target_files import EMBEDDING_NAMES, Tensors, read_json
+from common.target_files import Tensors, read_json
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 OWN_VOCABULARY = "{folder} proposes from a vocabulary of its own ({what}): only drafters that use the target's whole head are supported"
@@ -116,11 +116,16 @@ class DrafterSpec:
                 f"drafter.heads={self.heads} must be a multiple of drafter.kv_heads={self.kv_heads}, and drafter.head_dim="
                 f"{self.head_dim} even"
             )
-        if SLIDING in self.layer_types and self.window < self.block_size:
+        if SLIDING in self.layer_types and (self.window or 0) < self.block_size:
             raise UserError(f"drafter.window={self.window} is shorter than a block of {self.block_size}; use at least {self.block_size}")
-        kind = (self.rope_scaling or {}).get("rope_type", (self.rope_scaling or {}).get("type", "default"))
-        if kind not in ROPE_KINDS:
-            raise UserError(f"rope scaling {kind!r} is not supported by the drafter; known: {', '.join(ROPE_KINDS)}")
+        if _rope_kind(self.rope_scaling) not in ROPE_KINDS:
+            raise UserError(
+                f"rope scaling {_rope_kind(self.rope_scaling)!r} is not supported by the drafter; known: {', '.join(ROPE_KINDS)}"
+            )
+
+
+def _rope_kind(scaling):
+    return (scaling or {}).get("rope_type", (scaling or {}).get("type", "default"))
 
 
 def auto_taps(taps, layers):
@@ -136,24 +141,17 @@ def mask_token(wanted, target, folder, used_ids=()):
 
     Raises: UserError for a token that has a meaning already, is no row of the embedding, or cannot be found.
     """
-    names = Tensors(folder)
-    rows = next((names.shape(n)[0] for n in EMBEDDING_NAMES if n in names.names()), target.vocab_size)
     used, added, tokens = {int(i) for i in used_ids}, *_tokenizer_tokens(folder)
-    taken = {
-        "the end of a text": set(target.eos_token_ids),
-        "the start of a text": {target.bos_token_id},
-        "padding": _pads(target, folder, added),
-    }
+    pads = _pads(folder, added)
 
     def objection(token):
-        if not 0 <= token < rows:
-            return f"is no row of the target's embedding (0..{rows - 1})"
-        meaning = next((m for m, ids in taken.items() if token in ids), None)
-        return f"is the target's token for {meaning}" if meaning else "occurs in the data" if token in used else None
+        if token in pads:
+            return "is the tokenizer's padding"
+        return _mask_objection(token, target) or ("occurs in the data" if token in used else None)
 
     if wanted == "auto":
         reserved = [added[t] for word in ("mask", "reserved", "unused") for t in sorted(added) if word in t.lower()]
-        candidates = [MASK_TOKENS.get(target.model_type, rows), *range(tokens, rows), *reserved]
+        candidates = [MASK_TOKENS.get(target.model_type, -1), *range(tokens, target.vocab_size), *reserved]
         free = next((t for t in candidates if objection(t) is None), None)
         if free is None:
             raise UserError(
@@ -170,6 +168,15 @@ def mask_token(wanted, target, folder, used_ids=()):
     return token
 
 
+def _mask_objection(token, target):
+    """Why a token cannot be the mask token of a target's drafter, or None."""
+    if not 0 <= token < target.vocab_size:
+        return f"is no row of the target's embedding (0..{target.vocab_size - 1})"
+    taken = {"the end of a text": target.eos_token_ids, "the start of a text": (target.bos_token_id,), "padding": (target.pad_token_id,)}
+    meaning = next((m for m, ids in taken.items() if token in ids), None)
+    return meaning and f"is the target's token for {meaning}"
+
+
 def _tokenizer_tokens(folder):
     """({text: id} of the added tokens, number of ids the tokenizer can produce), out of tokenizer.json."""
     file = Path(folder) / "tokenizer.json"
@@ -182,11 +189,10 @@ def _tokenizer_tokens(folder):
     return added, 1 + max([*plain, *added.values()], default=-1)
 
 
-def _pads(target, folder, added):
+def _pads(folder, added):
     file = Path(folder) / "tokenizer_config.json"
     pad = read_json(file).get("pad_token") if file.is_file() else None
-    pad = pad.get("content") if isinstance(pad, dict) else pad
-    return {target.pad_token_id, added.get(pad)} - {None}
+    return {added.get(pad.get("content") if isinstance(pad, dict) else pad)} - {None}
 
 
 def _continued(config, spec, target, folder, used_ids):
@@ -249,8 +255,10 @@ def exported_shapes(spec):
     return shapes
 
 
-def exported_config(spec, dtype, feature_dtype):
+def exported_config(spec, target, dtype, feature_dtype):
     """config.json of the exported form; `dtype` of the weights and `feature_dtype` of the features they were trained on, as names."""
+    scaled = {} if target.embedding_scale == 1.0 else {"input_embedding_scale": target.embedding_scale}
+    capped = {} if target.logit_softcap is None else {"final_logit_softcapping": target.logit_softcap}
     rope = {"rope_type": "default", **(spec.rope_scaling or {}), "rope_theta": spec.rope_theta}
     return {
         "architectures": ["DFlashDraftModel"],
@@ -261,6 +269,8 @@ def exported_config(spec, dtype, feature_dtype):
             "mask_token_id": spec.mask_token_id,
             "target_layer_ids": list(spec.taps),
             "feature_dtype": feature_dtype,
+            **scaled,
+            **capped,
         },
         "num_target_layers": spec.target_layers,
         "hidden_size": spec.hidden_size,
@@ -321,7 +331,7 @@ def read_exported_config(folder):
             vocab_size=config["vocab_size"],
             rms_norm_eps=config["rms_norm_eps"],
             rope_theta=float(rope["rope_theta"]),
-            rope_scaling=None if scaling.get("rope_type", scaling.get("type", "default")) == "default" else scaling,
+            rope_scaling=None if _rope_kind(scaling) == "default" else scaling,
             max_position_embeddings=config["max_position_embeddings"],
             attention_bias=bool(config.get("attention_bias", False)),
             initializer_range=config.get("initializer_range", 0.02),
@@ -357,6 +367,85 @@ def shape_errors(spec, found):
     return missing + extra + [f"{k} is {found[k]}, not {wanted[k]}" for k in wanted if k in found and tuple(found[k]) != wanted[k]]
 
 
+@dataclass
+class Report:
+    """What `check` found: errors that keep a drafter from being served, and per engine what it refuses or ignores without a word."""
+
+    errors: list
+    notes: dict
+
+    def lines(self):
+        engines = [f"{engine}: {note}" for engine, notes in self.notes.items() for note in notes]
+        return [*(f"error: {error}" for error in self.errors), *engines, "not loader-ready" if self.errors else "loader-ready"]
+
+
+def check(folder, target):
+    """Look at an exported drafter with the eyes of the engines that would load it for this target (TargetSpec).
+
+    Raises: UserError only if the folder is no drafter at all.
+    Source: z-lab/dflash dflash/model.py; vLLM models/qwen3_dflash.py; SGLang models/dflash.py and speculative/dflash_utils.py.
+    """
+    config, spec, tensors = read_json(Path(folder) / "config.json"), read_exported_config(folder), Tensors(folder)
+    inner, names = config.get("dflash_config") or {}, tensors.names()
+    errors = shape_errors(spec, {name: tensors.shape(name) for name in names})
+    try:
+        spec.validate(target)
+    except UserError as error:
+        errors.append(str(error))
+    if (reason := _mask_objection(spec.mask_token_id, target)) is not None:
+        errors.append(f"dflash_config.mask_token_id={spec.mask_token_id} {reason}")
+    sizes = {config.get("block_size", spec.block_size), inner.get("block_size", spec.block_size)}
+    if len(sizes) > 1:
+        errors.append(
+            f"block_size is {config['block_size']} at top level and {inner['block_size']} in dflash_config: engines read one or the other"
+        )
+    if "DFlashDraftModel" not in config.get("architectures", []):
+        errors.append(f"architectures={config.get('architectures')} must be ['DFlashDraftModel']: vLLM and SGLang choose the class by it")
+    if config.get("hidden_act", "silu") != "silu":
+        errors.append(f"hidden_act={config['hidden_act']}: the drafter's MLP is a SwiGLU; SGLang refuses anything but silu")
+    if len(spec.layer_types) != spec.layers:
+        errors.append(f"layer_types names {len(spec.layer_types)} of {spec.layers} layers")
+    parameters = config.get("rope_parameters") or {}
+    ropes = {float(r["rope_theta"]) for r in (config, parameters) if "rope_theta" in r}
+    if len(ropes) > 1 or (parameters and _rope_kind(parameters) != _rope_kind(config.get("rope_scaling")) and "rope_theta" in config):
+        errors.append("rope_theta and rope_scaling do not say what rope_parameters says: transformers 4 and 5 would rotate differently")
+    return Report(errors, _engine_notes(config, inner, spec, target))
+
+
+def _engine_notes(config, inner, spec, target):
+    """What each engine refuses or ignores silently in a drafter that is otherwise in order."""
+    zlab, vllm, sglang = [], [], []
+    zlab.append("a missing or unknown tensor is only a warning of transformers; layer_types, rope_parameters and dflash_config are read")
+    vllm.append(f"block_size is ignored: ask for num_speculative_tokens={spec.block_size - 1}, more drafts slots that were never trained")
+    sglang.append("unknown tensors are skipped and missing ones stay uninitialised, both without a word; only fc.weight's shape is checked")
+    if "block_size" not in config and "block_size" not in inner:
+        zlab.append("no block_size: 16 is assumed without a word")
+        sglang.append("no block_size: 16 is assumed without a word")
+    if "rope_parameters" not in config:
+        vllm.append("no rope_parameters: the table depends on transformers' reading of rope_theta and rope_scaling")
+    if any("rope" in key for key in inner):
+        vllm.append("rope fields inside dflash_config are ignored")
+    if SLIDING in spec.layer_types and FULL in spec.layer_types:
+        vllm.append("mixed full and sliding layers are refused by the V1 runner: set VLLM_USE_V2_MODEL_RUNNER=1")
+    if "is_causal" in config or "causal" in inner:
+        vllm.append("is_causal / dflash_config.causal override the sliding layers' causality that was trained")
+        zlab.append("is_causal overrides the sliding layers' causality that was trained")
+    if target.layers - 1 in spec.taps:
+        vllm.append(
+            f"tap {target.layers - 1} is the last layer: targets that capture before a layer cannot give it, and fc's width fails to match"
+        )
+    if target.embedding_scale != 1.0:
+        vllm.append("input_embedding_scale is ignored: a version that does not scale the shared embedding drafts nonsense")
+        sglang.append("input_embedding_scale is ignored: a version that does not scale the shared embedding drafts nonsense")
+    if config.get("dtype", config.get("torch_dtype")) != "bfloat16":
+        for notes in (vllm, sglang):
+            notes.append(f"weights of {config.get('dtype', config.get('torch_dtype'))} are cast to the target's type")
+    if inner.get("feature_dtype", "bfloat16") != "bfloat16":
+        for notes in (zlab, vllm, sglang):
+            notes.append(f"feature_dtype={inner['feature_dtype']} is ignored: features come in the target's serving type")
+    return {"z-lab transformers class": zlab, "vLLM": vllm, "SGLang": sglang}
+
+
 def export(folder, tensors, spec, target, dtype, feature_dtype):
     """Write the exported form of a drafter's tensors ({parameter name: tensor}), checked, whole or not at all.
 
@@ -364,15 +453,14 @@ def export(folder, tensors, spec, target, dtype, feature_dtype):
     Raises: UserError if what would be written is not loader-ready.
     """
     folder = Path(folder)
-    spec.validate(target)
     parts = {name: t.detach().to("cpu", getattr(torch, dtype)).contiguous().clone() for name, t in split(spec, tensors).items()}
-    if errors := shape_errors(spec, {name: tuple(t.shape) for name, t in parts.items()}):
-        raise UserError(f"the drafter cannot be exported: {'; '.join(errors[:4])}")
     temporary = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    (temporary / "config.json").write_text(json.dumps(exported_config(spec, dtype, feature_dtype), indent=2) + "\n")
+    (temporary / "config.json").write_text(json.dumps(exported_config(spec, target, dtype, feature_dtype), indent=2) + "\n")
     save_file(parts, temporary / "model.safetensors", metadata={"format": "pt"})
+    if errors := check(temporary, target).errors:
+        raise UserError(f"the drafter cannot be exported to {folder}: {'; '.join(errors)}")
     for path in (*temporary.iterdir(), temporary):
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)

@@ -269,7 +269,7 @@ def resolve(target, used_ids=(), **changes):
         ({"taps": [2, 1]}, "strictly increasing"),
         ({"taps": "auto", "layers": 5}, r"4 target layers are too few for 5 taps.*drafter\.taps"),
         ({"mask_token": 258}, "mask_token=258 is the target's token for the end of a text"),
-        ({"mask_token": 256}, "mask_token=256 is the target's token for padding"),
+        ({"mask_token": 256}, "mask_token=256 is the tokenizer's padding"),
         ({"mask_token": 272}, r"mask_token=272 is no row .*0\.\.271"),
         ({"mask_token": "<|nothing|>"}, "is not an added token"),
         ({"mask_token": "<|im_start|>", "used_ids": [257]}, "occurs in the data"),
@@ -324,3 +324,50 @@ def test_files_that_are_no_drafter_are_refused(tiny_target, tmp_path):
     refused("extra", "markov.weight is unknown", tensors | {"markov.weight": torch.zeros(3)})
     refused("shape", "norm.weight is .*not", tensors | {"norm.weight": torch.zeros(3)})
     refused("field", "lacks 'mask_token_id'", change=lambda c: c["dflash_config"].pop("mask_token_id"))
+
+
+def broken(folder, config_change, inner_change, words, target):
+    edit(folder, lambda c: (c.update(config_change), c["dflash_config"].update(inner_change)))
+    errors = drafter.check(folder, read_spec(target)).errors
+    assert any(words in error for error in errors), errors
+
+
+@pytest.mark.parametrize(
+    ("config_change", "inner_change", "words"),
+    [
+        ({"block_size": 8}, {}, "block_size is 8 at top level and 4 in dflash_config"),
+        ({}, {"mask_token_id": 258}, "mask_token_id=258 is the target's token for the end of a text"),
+        ({}, {"mask_token_id": 400}, "mask_token_id=400 is no row"),
+        ({}, {"target_layer_ids": [1, 4]}, "must be strictly increasing target layers in 0..3"),
+        ({}, {"target_layer_ids": [1]}, "fc.weight is (32, 64), not (32, 32)"),
+        ({"rope_theta": 5e5}, {}, "rope_theta and rope_scaling do not say"),
+        ({"architectures": ["Qwen3ForCausalLM"]}, {}, "architectures"),
+        ({"num_target_layers": 5}, {}, "made for another target"),
+    ],
+)
+def test_the_export_gate_names_what_an_engine_would_trip_over(tiny_target, tmp_path, config_change, inner_change, words):
+    """Each of these loads somewhere without a word and then accepts nothing."""
+    folder = exported(tiny(tiny_target), tiny_target, tmp_path / "export")
+    assert drafter.check(folder, read_spec(tiny_target)).errors == []
+    broken(folder, config_change, inner_change, words, tiny_target)
+
+
+def test_the_gate_says_per_engine_what_is_refused_or_ignored(tiny_target, tmp_path, capsys):
+    folder = exported(tiny(tiny_target, layer_types=[SLIDING, FULL], window=6), tiny_target, tmp_path / "export")
+    drafter.main(["check", str(folder), "--target", str(tiny_target)])
+    said = capsys.readouterr().out
+    assert "num_speculative_tokens=3" in said and "V2_MODEL_RUNNER" in said and "missing ones stay uninitialised" in said
+    assert said.endswith("loader-ready\n")
+    edit(folder, lambda c: c.update(block_size=8))
+    with pytest.raises(UserError, match="1 errors"):
+        drafter.main(["check", str(folder), "--target", str(tiny_target)])
+
+
+def test_nothing_is_exported_that_fails_the_gate(tiny_target, tmp_path):
+    """An export that replaced a good one and cannot be loaded would cost the run its drafter."""
+    model = tiny(tiny_target)
+    folder = exported(model, tiny_target, tmp_path / "export")
+    spec = dataclasses.replace(model.spec, mask_token_id=258)
+    with pytest.raises(UserError, match=r"cannot be exported.*mask_token_id=258"):
+        drafter.export(folder, model.state_dict(), spec, read_spec(tiny_target), "float32", "float32")
+    assert drafter.load_exported(folder)[0] == model.spec
