@@ -30,7 +30,14 @@ MAX_STATE_BYTES = 1 << 24
 CHUNK_BYTES = 1 << 24
 LOCK_WAIT_S = 5.0
 PROBE_WAIT_S = 10.0
-SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.uint8: "U8"}
+SAFETENSORS_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.uint8: "U8",
+}
 
 STEERING = ("optim.steps", "optim.epochs", "optim.max_skipped", "topology.", "link.", "checkpoint.", "validation.", "log.")
 """Keys that steer the run but not what a step learns; those ending in a dot stand for their whole section."""

@@ -4,6 +4,7 @@ import json
 import random
 
 import pytest
+import yaml
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -41,6 +42,26 @@ def tiny_heldout(tiny_target, tmp_path_factory):
     folder = tmp_path_factory.mktemp("heldout")
     (folder / "heldout.jsonl").write_text("".join(json.dumps({"messages": m}) + "\n" for m in conversations(6, seed=1)))
     return pack(tiny_target, folder / "heldout.jsonl", folder / "store")
+
+
+@pytest.fixture(scope="session")
+def tiny_preset(tiny_target, tiny_store, tmp_path_factory):
+    """Config file of a run of 12 small steps on the tiny target, float32 throughout, without validation and TensorBoard."""
+    path = tmp_path_factory.mktemp("preset") / "tiny.yaml"
+    path.write_text(
+        yaml.safe_dump(
+            {
+                "target": {"path": str(tiny_target), "dtype": "float32"},
+                "drafter": {"layers": 2, "taps": [1, 2], "block_size": 4, "dtype": "float32"},
+                "data": {"path": str(tiny_store), "pack_tokens": 128},
+                "optim": {"steps": 12, "lr": 2e-3},
+                "sync": {"every": 2},
+                "checkpoint": {"every": 4},
+                "log": {"every": 1, "tensorboard": False},
+            }
+        )
+    )
+    return path
 
 
 def build_target(folder, seed=0, **changes):

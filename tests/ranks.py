@@ -1,18 +1,80 @@
-"""Helpers of the distributed tests: real gloo ranks in this file's processes, and real torchrun jobs."""
+"""Helpers of the distributed tests: real gloo ranks, whole jobs without torchrun's start-up time, and real torchrun jobs."""
 
 import contextlib
 import datetime
+import importlib
 import multiprocessing
 import multiprocessing.connection
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+class Job:
+    """Ranks of train_drafter.py, forked from a process that has already imported everything, so that a job starts in an instant.
+
+    `sabotage(rank)` runs in each rank before the script. `output` is what all ranks printed.
+    """
+
+    def __init__(self, arguments, ranks=1, sabotage=None, script="train_drafter"):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed", "transformers.models.qwen3.modeling_qwen3", script])
+        self._folder = tempfile.TemporaryDirectory()
+        self._log = Path(self._folder.name) / "output"
+        variables = {"OMP_NUM_THREADS": "1"}
+        if ranks > 1:
+            variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
+        self.processes = [
+            context.Process(target=_job_main, args=(rank, variables, script, list(map(str, arguments)), sabotage, self._log))
+            for rank in range(ranks)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self._folder.cleanup()
+
+    @property
+    def output(self):
+        return self._log.read_text(errors="replace") if self._log.exists() else ""
+
+    def signal(self, rank, number):
+        os.kill(self.processes[rank].pid, number)
+
+    def wait(self, timeout_s=60):
+        """Exit codes by rank, negative for signals; fails when the job takes longer."""
+        deadline = time.monotonic() + timeout_s
+        for rank, process in enumerate(self.processes):
+            process.join(max(0, deadline - time.monotonic()))
+            assert process.exitcode is not None, f"rank {rank} has not ended in {timeout_s} s\n{self.output[-4000:]}"
+        return [process.exitcode for process in self.processes]
+
+    def wait_until(self, condition, timeout_s=60):
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, f"still waiting after {timeout_s} s\n{self.output[-4000:]}"
+            assert any(process.is_alive() for process in self.processes), f"the job has ended\n{self.output[-4000:]}"
+            time.sleep(0.02)
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def run_ranks(worker, ranks, *args, timeout_s=60):
@@ -95,6 +157,19 @@ def stop_job(process):
         for pid in [*descendants(process.pid), process.pid]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+
+def _job_main(rank, variables, script, arguments, sabotage, log):
+    os.environ.update(variables, RANK=str(rank), LOCAL_RANK=str(rank))
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    from common.config import run_script
+
+    if sabotage is not None:
+        sabotage(rank)
+    sys.argv = [script, *arguments]
+    run_script(importlib.import_module(script).main)
 
 
 def _rank_main(worker, rank, ranks, args, rendezvous, timeout_s, pipe):

@@ -33,7 +33,12 @@ def run(tmp_path, said):
 
 
 def tensors(step):
-    return {"weight": torch.full((3, 5), float(step)), "count": torch.tensor(step), "half": torch.ones(7, dtype=torch.bfloat16)}
+    return {
+        "weight": torch.full((3, 5), float(step)),
+        "count": torch.tensor(step),
+        "half": torch.ones(7, dtype=torch.bfloat16),
+        "sum": torch.ones(2).double(),
+    }
 
 
 def save(run, step, **state):
