@@ -24,13 +24,18 @@ from common.packet import EMPTY_ROW, Row
 
 VERSION = 1
 TRAIN, VALIDATE = 0, 1
-STREAM_PACK, STREAM_ORDER, STREAM_HELDOUT = 1, 2, 3  # what a seed is used for; zero would vanish in a SeedSequence
+STREAM_PACK, STREAM_ORDER = 1, 2  # what a seed is used for; zero would vanish in a SeedSequence
 FILES = {"tokens": np.int32, "mask": np.uint8, "offsets": np.int64, "sources": np.uint16}
 
 
 def generator(*key):
     """A numpy generator that depends on the integers of `key` and on nothing else."""
     return np.random.default_rng(np.random.SeedSequence(key))
+
+
+def vocabulary_digest(tokenizer_json):
+    """Hash of the token-to-id table in the text of a tokenizer.json: equal for tokenizers that give the same ids their meaning."""
+    return digest(json.loads(tokenizer_json)["model"]["vocab"])
 
 
 class _File:
@@ -157,6 +162,32 @@ class TokenStore:
 
     def __len__(self):
         return len(self.lengths)
+
+    def check_target(self, folder, vocab_size):
+        """Refuse a target other than the one the store was packed for, by the size of its embedding and its tokenizer's vocabulary.
+
+        Raises: UserError naming both.
+        """
+        tokenizer, packed_for = Path(folder) / "tokenizer.json", self.meta.get("target", "another target")
+        advice = f"pack it again with --target {folder}"
+        if self._limit > vocab_size and self.meta.get("vocab_size"):
+            raise UserError(f"{self.folder} holds ids below {self._limit} (packed for {packed_for}), {folder} has {vocab_size}; {advice}")
+        wanted = self.meta.get("vocabulary_digest")
+        if wanted and tokenizer.is_file() and vocabulary_digest(tokenizer.read_text()) != wanted:
+            raise UserError(f"{self.folder} was packed with the tokenizer of {packed_for}, which is not {folder}'s; {advice}")
+
+    def describe(self):
+        """The store in a few lines: counts, sources, a histogram of document lengths."""
+        meta, lines = self.meta, []
+        lines.append(f"{len(self):,} documents, {meta['tokens']:,} tokens, {meta['supervised_tokens'] / meta['tokens']:.1%} supervised")
+        counts = np.bincount(self.source_of, minlength=len(self.source_names))
+        lines += [f"  from {name}: {count:,}" for name, count in zip(self.source_names, counts, strict=True)]
+        lines.append(f"tokens per document: {self.lengths.min()} to {self.lengths.max()}, median {int(np.median(self.lengths))}")
+        exponents = np.log2(self.lengths).astype(int)
+        for exponent, count in enumerate(np.bincount(exponents)):
+            if exponent >= exponents.min():
+                lines.append(f"  {2**exponent:>7,} to {2 ** (exponent + 1) - 1:>7,}: {count:>9,} {'#' * -(-50 * count // len(self))}")
+        return "\n".join(lines)
 
     def document(self, i):
         """Token ids int32[n] and loss mask uint8[n] of document i."""

@@ -1,0 +1,125 @@
+"""Conversations for training: packed into a token store, and shown as packed.
+
+python prepare_data.py pack conversations.jsonl --target Qwen/Qwen3-8B --output data/train --heldout 200
+python prepare_data.py inspect data/train --document 0
+"""
+
+import argparse
+import json
+import os
+import sys
+
+from common.config import UserError, run_script
+
+
+def main(argv):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for add_command in (add_pack, add_inspect):
+        add_command(commands)
+    arguments = parser.parse_args(argv)
+    return arguments.run(arguments)
+
+
+def add_pack(commands):
+    command = commands.add_parser("pack", help="JSONL conversations to token ids and loss mask")
+    command.add_argument("inputs", nargs="+", help="JSONL files, .gz too, `-` for stdin: messages, conversations, prompt/completion, text")
+    command.add_argument("--target", required=True, help="folder or hub id of the target, for its tokenizer and chat template")
+    command.add_argument("--output", required=True, help="folder of the token store; a store that is there is replaced")
+    command.add_argument("--max-tokens", type=positive, help="cut documents to this length")
+    command.add_argument("--heldout", type=int, default=0, metavar="N", help="split off N documents as a store for validation")
+    command.add_argument("--heldout-output", help="its folder (default: OUTPUT-heldout)")
+    command.add_argument("--chat-template-kwargs", type=json_object, default={}, help="JSON, e.g. '{\"enable_thinking\": false}'")
+    command.add_argument("--seed", type=int, default=0, help="of the choice of held-out documents")
+    command.add_argument(
+        "--json",
+        nargs="?",
+        const="-",
+        type=json_file,
+        metavar="FILE",
+        help="write the summary as JSON to FILE, or to stdout instead of text",
+    )
+    command.set_defaults(run=run_pack)
+
+
+def run_pack(arguments):
+    from common.chat import pack
+
+    summary = pack(
+        arguments.inputs,
+        arguments.target,
+        arguments.output,
+        arguments.max_tokens,
+        arguments.heldout,
+        arguments.heldout_output,
+        arguments.chat_template_kwargs,
+        arguments.seed,
+    )
+    if arguments.json == "-":
+        print(json.dumps(summary, indent=1))
+        return 0
+    if arguments.json:
+        with open(arguments.json, "w") as file:
+            json.dump(summary, file, indent=1)
+    for store in filter(None, (summary, summary["heldout"])):
+        share = store["supervised_tokens"] / store["tokens"]
+        print(f"{store['folder']}: {store['documents']:,} documents, {store['tokens']:,} tokens, {share:.1%} of them supervised")
+    print_lines(summary)
+    return 0
+
+
+def add_inspect(commands):
+    command = commands.add_parser("inspect", help="what a token store holds")
+    command.add_argument("store")
+    command.add_argument("--document", type=int, action="append", metavar="N", help="show document N (from 0); may be repeated")
+    command.add_argument("--tokenizer", metavar="FOLDER", help="default: that of the target the store was packed for")
+    command.set_defaults(run=run_inspect)
+
+
+def run_inspect(arguments):
+    from common.chat import Chat, load_tokenizer
+    from common.tokens import TokenStore
+
+    store = TokenStore.open(arguments.store)
+    if arguments.document is None:
+        print(store.describe())
+        if "pack" in store.meta:
+            print_lines(store.meta["pack"])
+        return 0
+    chat = Chat(load_tokenizer(arguments.tokenizer or store.meta["target"]))
+    for number in arguments.document:
+        if not 0 <= number < len(store):
+            raise UserError(f"--document {number}: the store holds documents 0 to {len(store) - 1}")
+        print(chat.show(*store.document(number), color=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
+    return 0
+
+
+def print_lines(counts):
+    from common.chat import describe_rejects
+
+    print("{lines:,} lines packed: {accepted:,} accepted ({truncated:,} truncated), {rejected:,} rejected".format_map(counts))
+    if counts["rejects"]:
+        print(describe_rejects(counts["rejects"]))
+
+
+def positive(text):
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
+
+
+def json_file(text):
+    if text.endswith((".jsonl", ".gz")):  # an input that slipped behind the flag would be overwritten
+        raise ValueError
+    return text
+
+
+def json_object(text):
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError
+    return value
+
+
+if __name__ == "__main__":
+    run_script(main)
