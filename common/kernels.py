@@ -69,6 +69,7 @@ _frozen = False
 def handle(name, function, device, signature=(), backend=None, **options):
     """The compiled form of `function` for one device and one static signature, to be resolved once and kept.
 
+    function: a part of the key by identity, so not a lambda made anew for every call.
     signature: hashable, all that decides how the function compiles: shapes, dtypes, mask constants, which inputs require gradients.
         The grad mode is told apart by the call itself. A call that does not fit what its key was compiled for raises.
     backend: name or callable as in `torch.compile`, default inductor; on CPU the default is no compile, `function` itself is returned.
@@ -79,7 +80,7 @@ def handle(name, function, device, signature=(), backend=None, **options):
     device = torch.device(device)
     if device.type == "cpu" and backend is None:
         return function
-    key = (device, name, signature)
+    key = (device, name, signature, function)  # two models on one device bring two bound methods
     return _handles.get(key) or _handles.setdefault(key, _make_handle(key, function, backend or "inductor", options))
 
 
@@ -102,8 +103,7 @@ def reset():
 
 
 def _make_handle(key, function, backend, options):
-    with_grad = _Kernel((*key, "grad"), function, backend, options)
-    without_grad = _Kernel((*key, "no_grad"), function, backend, options)
+    with_grad, without_grad = (_Kernel((*key, mode), function, backend, options) for mode in ("grad", "no_grad"))
 
     def call(*args, **kwargs):
         if torch.compiler.is_dynamo_compiling():
@@ -126,7 +126,7 @@ class _Kernel:
             return function(*args, **kwargs)
 
         kernel.__code__ = kernel.__code__.replace(co_name=key[1])
-        self.title = "kernel {1} on {0}, signature {2}, {3}".format(*key)
+        self.title = "kernel {1} on {0}, signature {2}, {4}".format(*key)
         self.backend, self.options = backend, options
         self.compiled_for = None
         self.compiled = torch.compile(kernel, backend=self._compile, fullgraph=True, dynamic=False)
