@@ -64,7 +64,8 @@ def slot_best(hidden_AKD, vocabulary, top_k, chunk_anchors=None):
 def _spans(anchors, logits_per_anchor, chunk_anchors):
     """Slices of anchors of nearly equal length."""
     if chunk_anchors is None:
-        chunk_anchors = -(-anchors // -(-anchors * logits_per_anchor // CHUNK_LOGITS))
+        most = max(1, CHUNK_LOGITS // logits_per_anchor)
+        chunk_anchors = -(-anchors // -(-anchors // most))
     return [slice(start, min(start + chunk_anchors, anchors)) for start in range(0, anchors, chunk_anchors)]
 
 
@@ -93,12 +94,10 @@ class _FusedHead(torch.autograd.Function):
         kept_CAJD = hidden_AKD.new_empty(C, A, J, hidden_AKD.shape[-1]) if differentiate else None
         for span in spans:
             logits_RV, teacher_RV = _logits(hidden_AKD[span], vocabulary, teacher, span)
-            signature = (loss, tuple(logits_RV.shape), logits_RV.dtype, vocabulary.softcap, differentiate)
-            function = slot_values_and_gradients if differentiate else slot_values
-            kernel = kernels.handle("head", function, logits_RV.device, signature)
-            terms, nll, hit, *gradients = kernel(logits_RV, labels_AJ[span].flatten(), teacher_RV, loss, vocabulary.softcap)
+            arguments = logits_RV, labels_AJ[span].flatten(), teacher_RV, loss, vocabulary.softcap
+            terms, nll, hit, *gradients = _pointwise(arguments, differentiate)
             terms_CAJ[:, span], nll_AJ[span], hit_AJ[span] = terms.unflatten(1, (-1, J)), nll.view(-1, J), hit.view(-1, J)
-            del logits_RV, teacher_RV
+            del arguments, logits_RV, teacher_RV  # the next chunk takes their place
             for gradient_RV, kept_AJD in zip(gradients, kept_CAJD if differentiate else (), strict=True):
                 torch.mm(gradient_RV, vocabulary.head, out=kept_AJD[span].flatten(0, 1))
             del gradients
@@ -117,6 +116,19 @@ class _FusedHead(torch.autograd.Function):
         for kept_AJD, scale_AJ in zip(kept_CAJD[1:], scale_CAJ[1:], strict=True):
             gradient_AKD[:, 1:] += kept_AJD * scale_AJ[..., None]
         return gradient_AKD, None, None, None, None, None
+
+
+def _pointwise(arguments, differentiate):
+    """`slot_values_and_gradients` or, without gradient, `slot_values`, as one kernel on CUDA; logits may be overwritten."""
+    logits_RV, labels_R, _, loss, softcap = arguments
+    if loss == "ce" and logits_RV.is_cuda and logits_RV.dtype != torch.float64:
+        from common.head_kernel import cross_entropy_  # Triton comes with torch for CUDA only
+
+        nll_R, hit_R = cross_entropy_(logits_RV, labels_R, softcap, differentiate)
+        return nll_R[None], nll_R, hit_R, *([logits_RV] if differentiate else [])
+    function = slot_values_and_gradients if differentiate else slot_values
+    signature = (function.__name__, loss, tuple(logits_RV.shape), logits_RV.dtype, softcap)
+    return kernels.handle("head", function, logits_RV.device, signature)(*arguments)
 
 
 def slot_values(logits_RV, labels_R, teacher_RV, loss, softcap):
