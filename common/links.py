@@ -16,12 +16,9 @@ import torch
 import torch.distributed as dist
 
 from common.packet import PacketBuffer
+from common.watch import Stopped
 
 GO, STOP = 1, 0
-
-
-class Stopped(Exception):
-    """Another worker of this process failed or was interrupted; this one must end too."""
 
 
 class InlineLink:

@@ -19,11 +19,16 @@ class Meters:
     def add(self, metrics):
         """Add {name: (sum, count)}; both are tensors of one shape, or numbers."""
         for name, pair in metrics.items():
-            pair = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=self._device) for x in pair])
+            pair = torch.stack([self._tensor(x) for x in pair])
             if name in self._totals:
                 self._totals[name] += pair
             else:
                 self._totals[name] = pair.clone()
+
+    def _tensor(self, value):
+        if isinstance(value, torch.Tensor):
+            return value.double()
+        return torch.full((), value, dtype=torch.float64, device=self._device)  # a fill: copying a number to CUDA would wait
 
     def drain(self, comm):
         """Sum over all drafters, start anew, and return {name: mean} (a list for vectors, None where nothing was counted)."""

@@ -7,16 +7,19 @@ Legend: T tokens of a row, N tokens of a document, D hidden size, M taps, F = M*
 """
 
 import functools
+import inspect
 
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.attention.varlen import varlen_attn
 
 from common import kernels
 from common.config import UserError
 from common.packet import Row
 
 VARLEN = "packed_varlen"  # our name among transformers' attention functions
+VARLEN_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters)
 LAYER_KINDS = {"full_attention", "sliding_attention"}
 PACKED_TOLERANCE = 2e-2  # relative, for the start-up check in the compute type; a leak between documents is of order one
 
@@ -93,7 +96,7 @@ class Target:
 
     def _varlen_arguments(self, lengths):
         """Fixed-length cumulative lengths (rounded up to a power of two, filled with empty documents), so that nothing recompiles."""
-        slots = max(64, 1 << int(len(lengths)).bit_length())
+        slots = max(64, 1 << len(lengths).bit_length())
         cumulative = np.full(slots + 1, lengths.sum(), np.int32)
         cumulative[: len(lengths) + 1] = np.concatenate([[0], np.cumsum(lengths)])
         on_device = self._ship(cumulative)
@@ -157,19 +160,16 @@ def varlen_attention(
 
     Shapes: query [1, H, T, d], key and value [1, G, T, d] -> [1, T, H, d].
     """
-    from torch.nn.attention.varlen import varlen_attn
-
     query, key, value = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
-    groups = query.shape[1] // key.shape[1]
-    if not VARLEN_HAS_GQA and groups > 1:
-        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-    if VARLEN_HAS_GQA:
-        kind = {"window_size": (-1 if sliding_window is None else sliding_window - 1, 0), "enable_gqa": True}
+    # torch 2.11 has no grouped heads here
+    options = {"window_size": (-1 if sliding_window is None else sliding_window - 1, 0)}
+    if "enable_gqa" in VARLEN_OPTIONS:
+        options["enable_gqa"] = True
     else:
-        kind = {"is_causal": True}
+        key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
     if scaling is not None:
-        kind["scale"] = scaling
-    out = varlen_attn(query, key, value, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, **kind)
+        options["scale"] = scaling
+    out = varlen_attn(query, key, value, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, **options)
     return out[None], None
 
 

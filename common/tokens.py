@@ -69,6 +69,7 @@ class StoreWriter:
         self.temporary.mkdir(parents=True)
         self.tokens, self.mask = _File(self.temporary / "tokens.bin"), _File(self.temporary / "mask.bin")
         self.offsets, self.sources, self.source_names, self.supervised = array("q", [0]), array("H"), {}, 0
+        self._used = np.zeros(0, bool)  # by token id
 
     def add(self, ids, mask, source=""):
         """Append a document: token ids, a mask that is 1 on supervised tokens, and where it came from."""
@@ -83,6 +84,9 @@ class StoreWriter:
         self.offsets.append(self.offsets[-1] + len(ids))
         self.sources.append(self.source_names.setdefault(source, len(self.source_names)))
         self.supervised += int(mask.sum())
+        if ids.max() >= len(self._used):
+            self._used = np.append(self._used, np.zeros(int(ids.max()) + 1, bool))
+        self._used[ids] = True
 
     def close(self):
         """Make the store visible and return its meta."""
@@ -96,6 +100,7 @@ class StoreWriter:
             "tokens": self.offsets[-1],
             "supervised_tokens": self.supervised,
             "source_names": list(self.source_names),
+            "used_ids": np.packbits(self._used).tobytes().hex(),
             "index": digest(hashes[2:]),
             "fingerprint": digest(hashes),
         }
@@ -158,6 +163,7 @@ class TokenStore:
         if offsets[0] != 0 or offsets[-1] != tokens or self.lengths.min() < 1 or sources.max() >= len(meta["source_names"]):
             raise ValueError("offsets or sources out of range")
         self.meta, self.fingerprint, self.source_names = meta, meta["fingerprint"], meta["source_names"]
+        self._used = np.frombuffer(bytes.fromhex(meta["used_ids"]), np.uint8)
         self.source_of, self._arrays, self._limit = sources, arrays, meta.get("vocab_size") or np.iinfo(np.int32).max
 
     def __len__(self):
@@ -188,6 +194,10 @@ class TokenStore:
             if exponent >= exponents.min():
                 lines.append(f"  {2**exponent:>7,} to {2 ** (exponent + 1) - 1:>7,}: {count:>9,} {'#' * -(-50 * count // len(self))}")
         return "\n".join(lines)
+
+    def contains(self, token):
+        """Whether a token id occurs anywhere in the store."""
+        return bool(np.unpackbits(self._used)[token : token + 1].any())
 
     def document(self, i):
         """Token ids int32[n] and loss mask uint8[n] of document i."""

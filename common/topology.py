@@ -79,6 +79,7 @@ class Seat:
     deal: tokens.Deal
     layout: Layout
     board: object = field(repr=False)
+    restarted: bool = False
 
     def agenda(self, completed_steps=0):
         """(item, index of the other side) of all packets this seat sends or receives, in order."""
@@ -118,7 +119,7 @@ def split(ranks, targets, drafters):
         targets = ranks - drafters
     if targets < 1 or drafters < 1 or targets + drafters != ranks:
         raise UserError(
-            f"topology.targets={targets} + topology.drafters={drafters} do not make the cell's {ranks} ranks; each role needs at least one: "
+            f"topology.targets={targets} + topology.drafters={drafters} do not make the cell's {ranks} ranks; each role needs one: "
             f"start {max(targets, 1) + max(drafters, 1)} ranks, or use topology.drafters={default_drafters(ranks)}"
         )
     return targets, drafters
@@ -179,7 +180,7 @@ class SoloJob(_Job):
         for name in ("targets", "drafters"):
             if (getattr(config.topology, name) or 1) > 1:
                 raise UserError(
-                    f"topology.{name}={getattr(config.topology, name)} needs more than one rank: start with torchrun, or use topology.mode=threads"
+                    f"topology.{name}={getattr(config.topology, name)} needs several ranks: use torchrun, or topology.mode=threads"
                 )
         device, host = _device(0, 1, config), socket.gethostname()
         roles = [Member(role, 0, 0, 0, 0, host, device) for role in (TARGET, DRAFTER)]
@@ -224,7 +225,8 @@ class ThreadsJob(_Job):
         host = socket.gethostname()
         members = {r: tuple(Member(r, i, i, 0, 0, host, _named_device(d)) for i, d in enumerate(ds)) for r, ds in places.items()}
         self.layout = Layout(members[TARGET], members[DRAFTER])
-        self.board, self.failed = LocalBoard(), threading.Event()
+        self.failed = threading.Event()
+        self.board = LocalBoard(self.failed)
         self._check()
 
     def connect(self, shape, deal):
@@ -403,7 +405,8 @@ class ProcessesJob(_Job):
             mine = {t: g for (t, d), g in pairs.items() if d == self.member.index}
             link = links.P2PReceiver(here, depth, mine, self.staged)
             comm = (comms.StagedComm if self.staged else comms.GroupComm)(drafters, self.member.index, self.drafters)
-        self.seats = [Seat(self.member.role, self.member.index, self.member.device, link, comm, deal, self.layout, self.board)]
+        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+        self.seats = [Seat(self.member.role, self.member.index, self.member.device, link, comm, deal, self.layout, self.board, restarted)]
 
     def _open_channels(self, drafters, pairs):
         """First use of every NCCL communicator, in one order: opening them lazily in the order of need can deadlock."""

@@ -18,21 +18,24 @@ INTERRUPT_GRACE_S = 20.0
 ECHO_S = 2.0  # a terminal's Ctrl-C reaches a worker twice: from the terminal and from torchrun
 
 
-class LocalBoard:
-    """Notes between workers of one process."""
+class Stopped(Exception):
+    """Another worker of this process failed or was interrupted; this one must end too."""
 
-    def __init__(self):
-        self._notes, self._changed = {}, threading.Condition()
+
+class LocalBoard:
+    """Notes between workers of one process; `failed` wakes whoever waits for a note that will not come."""
+
+    def __init__(self, failed=None):
+        self._notes, self._failed = {}, failed or threading.Event()
 
     def put(self, key, value):
-        with self._changed:
-            self._notes[key] = value
-            self._changed.notify_all()
+        self._notes[key] = value
 
     def wait(self, key):
-        with self._changed:
-            self._changed.wait_for(lambda: key in self._notes)
-            return self._notes[key]
+        while key not in self._notes:
+            if self._failed.wait(0.01):
+                raise Stopped
+        return self._notes[key]
 
     def phase(self, step, name):
         """What this worker is doing now."""

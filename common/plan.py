@@ -1,0 +1,141 @@
+"""What every rank derives from the config before it takes its seat: specs, stores, the deal, the packets' shape, what roles cost."""
+
+from dataclasses import dataclass
+
+import torch
+
+from common import config as configuration
+from common import objective, target_files, tokens
+from common.config import UserError
+from common.drafter_files import DrafterSpec
+from common.packet import PacketShape
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything about a run that is the same on all ranks."""
+
+    config: object
+    folder: object
+    target: target_files.TargetSpec
+    drafter: DrafterSpec
+    rows: tokens.RowLoader
+    heldout: tokens.RowLoader | None
+    deal: tokens.Deal
+    shape: PacketShape
+    anchors: int
+
+    def load_row(self, item):
+        """(epoch, row index, Row) of an item."""
+        epoch, index = self.deal.row_of(item)
+        return epoch, index, (self.rows if item.kind == tokens.TRAIN else self.heldout).row(index)
+
+    @property
+    def final_hidden(self):
+        return self.config.objective.loss != "ce"
+
+    def agreement(self):
+        """What all ranks must have in common, as a tree whose differing keys can be named."""
+        data = {"path": self.rows.store.fingerprint, "validation": self.heldout.store.fingerprint if self.heldout else None}
+        return configuration.to_dict(self.config) | {
+            "data fingerprint": data,
+            "target fingerprint": self.target.fingerprint,
+            "release": {"torch": torch.__version__},
+        }
+
+    def describe(self):
+        rows, deal, shape = self.rows.rows, self.deal, self.shape
+        lines = [
+            f"target   {self.config.target.path}: {self.target.layers} layers of {self.target.hidden_size}, taps {list(self.drafter.taps)}",
+            f"drafter  {self.drafter.layers} layers, blocks of {self.drafter.block_size}, {self.parameters() / 1e6:,.1f} M parameters, "
+            f"mask token {self.drafter.mask_token_id}",
+            f"data     {len(self.rows.store):,} documents in {len(rows):,} rows of {shape.row_tokens} ({rows.fill:.0%} filled), "
+            f"{rows.truncated:,} truncated, {rows.dropped:,} dropped; {deal.dropped_rows} rows of each epoch's end are left out",
+            f"steps    {deal.steps:,} of {deal.step_packets} packets, up to {self.anchors} blocks each; an epoch is {deal.steps_per_epoch:,}",
+            "memory   " + "; ".join(f"{role} {bytes_ / GIB:.2f} GiB" for role, bytes_ in self.memory().items()) + " (estimate per device)",
+        ]
+        return "\n".join(lines)
+
+    def parameters(self):
+        """Parameters of the drafter."""
+        d, s = self.drafter.hidden_size, self.drafter
+        attention = d * s.head_dim * (2 * s.heads + 2 * s.kv_heads) + 2 * s.head_dim
+        return s.layers * (attention + 3 * d * s.intermediate_size + 2 * d) + len(s.taps) * d * d + 2 * d
+
+    def target_parameters(self):
+        """Parameters of the target's layers that run: up to the last tap, or all of them."""
+        t = self.target
+        layers = t.layers if self.final_hidden else max(self.drafter.taps) + 1
+        attention = t.hidden_size * t.head_dim * (2 * t.heads + 2 * t.kv_heads)
+        return layers * (attention + 3 * t.hidden_size * t.intermediate_size)
+
+    def memory(self):
+        """Estimated bytes by role: weights, optimiser, buffers and the largest activations."""
+        t, s, T = self.target, self.drafter, self.shape.row_tokens
+        buffers = self.config.link.depth * self.shape.buffer_bytes
+        wide, narrow = self.shape.dtype.itemsize, getattr(torch, self.config.drafter.dtype).itemsize
+        vocabulary = t.vocab_size * t.hidden_size
+        target = (self.target_parameters() + vocabulary) * wide + buffers + 4 * T * max(t.intermediate_size, 2 * t.hidden_size) * wide
+        queries = self.anchors * s.block_size
+        per_query = 8 * s.hidden_size + 3 * s.intermediate_size + 2 * s.heads * s.head_dim
+        layers = 1 if self.config.drafter.activation_checkpointing else s.layers
+        activations = layers * (queries * per_query + 4 * T * s.kv_heads * s.head_dim) * narrow
+        head = min(queries * t.vocab_size, 2048 * 151936) * (narrow + 4) + queries * s.hidden_size * narrow
+        state = self.parameters() * (16 + (2 * narrow if narrow < 4 else 4))
+        tied = 1 if t.tie_word_embeddings else 2
+        return {"target": target, "drafter": state + tied * vocabulary * narrow + buffers + activations + head}
+
+    def suggested_split(self, ranks):
+        """(targets, drafters) of a cell by the arithmetic each role has to do per token."""
+        t, s, T = self.target, self.drafter, self.shape.row_tokens
+        target = 2 * self.target_parameters()
+        queries = self.anchors * s.block_size
+        head = 4 * self.anchors * (s.block_size - 1) * t.vocab_size * t.hidden_size
+        layers = s.layers * (s.hidden_size * s.head_dim * 2 * s.heads + 3 * s.hidden_size * s.intermediate_size)
+        keys = s.layers * s.hidden_size * s.head_dim * 2 * s.kv_heads
+        context = len(s.taps) * s.hidden_size**2
+        drafter = (head + 6 * (queries * (layers + keys) + T * (keys + context))) / T
+        drafters = min(ranks - 1, max(1, round(ranks * drafter / (drafter + target))))
+        return ranks - drafters, drafters
+
+
+def make(config, job):
+    """Open target, stores and deal. Raises: UserError for whatever does not fit together."""
+    folder = job.first_per_host(lambda: target_files.resolve(config.target.path, config.target.revision))
+    target = target_files.read_spec(folder)
+    if config.objective.loss != "ce" and config.drafter.zero_features:
+        raise UserError("drafter.zero_features=true is an ablation of objective.loss=ce; drop one of them")
+    rows = _open_rows(config, config.data.path, folder, target)
+    heldout = _open_rows(config, config.validation.path, folder, target) if config.validation.path else None
+    drafter = DrafterSpec.resolve(config.drafter, target, folder)
+    for name, loader in (("data.path", rows), ("validation.path", heldout)):
+        if loader is not None and loader.store.contains(drafter.mask_token_id):
+            raise UserError(
+                f"{name}: the mask token {drafter.mask_token_id} occurs in the data; name an unused one with drafter.mask_token=ID"
+            )
+    validation_rows = min(len(heldout), config.validation.rows or len(heldout)) if heldout else 0
+    deal = tokens.Deal(
+        len(rows),
+        job.drafters,
+        config.optim.accumulate,
+        config.seed,
+        config.optim.steps,
+        config.optim.epochs,
+        validation_rows,
+        config.validation.every,
+    )
+    width = (len(drafter.taps) + (config.objective.loss != "ce")) * target.hidden_size
+    shape = PacketShape(config.data.pack_tokens, width, getattr(torch, config.target.dtype))
+    anchors = config.objective.anchors or objective.default_anchors(config.data.pack_tokens, drafter.block_size)
+    return Plan(config, folder, target, drafter, rows, heldout, deal, shape, anchors)
+
+
+def _open_rows(config, path, folder, target):
+    store = tokens.TokenStore.open(path)
+    store.check_target(folder, target.vocab_size)
+    data = config.data
+    return tokens.RowLoader(
+        store, tokens.pack_rows(store.lengths, data.pack_tokens, data.max_document_tokens, data.long_documents, config.seed)
+    )
