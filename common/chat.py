@@ -111,7 +111,7 @@ class Chat:
         good = [i for i, result in enumerate(results) if not isinstance(result, Rejected)]
         for i, (ids, offsets) in zip(good, self._encode([results[i][0] for i in good]), strict=True):
             text, spans = results[i]
-            mask = _mask(offsets, [(0, len(text))] if spans is None else spans)
+            mask = _mask(text, offsets, [(0, len(text))] if spans is None else spans)
             if spans is None:  # a template writes the first token itself, a bare text leaves it to the tokenizer
                 ids, mask = np.append(self._first_ids, ids), np.append(np.zeros_like(self._first_ids), mask)
             results[i] = ids, mask
@@ -250,12 +250,12 @@ def _arrays(encoding):
     return np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int64).reshape(-1, 2)
 
 
-def _mask(offsets, spans):
-    """uint8 [n]: 1 on every token that holds a character of a span."""
+def _mask(text, offsets, spans):
+    """uint8 [n]: 1 on every token that holds a character of a span and, before it, at most white space."""
     begins, ends = offsets[:, 0], np.maximum(offsets[:, 1], offsets[:, 0] + 1)
     mask = np.zeros(len(offsets), np.uint8)
     for begin, end in spans:
-        mask |= ((begins < end) & (ends > begin)).view(np.uint8)
+        mask |= ((begins >= len(text[:begin].rstrip())) & (ends > begin) & (begins < end)).view(np.uint8)
     return mask
 
 
