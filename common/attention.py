@@ -14,8 +14,15 @@ Keys are numbered T context keys first, then the A*K block keys.
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+TILE = 128
+"""Queries and keys of a tile of the block-sparse mask."""
+KERNEL_OPTIONS = {}
+"""Tiles, warps and stages of the compiled kernel, with prefixes fwd_ and bwd_ (benchmarks/drafter_step.py --sweep)."""
 
 
 @dataclass(frozen=True)
@@ -26,27 +33,81 @@ class MaskSpec:
     anchors: int
     block_size: int
 
+    @property
+    def tileable(self):
+        """Whether rows and blocks fill whole tiles; if not, the dense twin runs everywhere."""
+        return self.row_tokens % TILE == 0 and TILE % self.block_size == 0 and self.anchors * self.block_size % TILE == 0
+
+
+class Tiles(NamedTuple):
+    """Which tiles of the mask hold visible pairs, by query tile and (for the backward pass) by key tile; full ones apart.
+
+    Shapes: counts int32 [1, 1, rows], indices int32 [1, 1, rows, columns], ascending, zero behind their count.
+    """
+
+    kv_num_blocks: torch.Tensor
+    kv_indices: torch.Tensor
+    full_kv_num_blocks: torch.Tensor
+    full_kv_indices: torch.Tensor
+    q_num_blocks: torch.Tensor
+    q_indices: torch.Tensor
+    full_q_num_blocks: torch.Tensor
+    full_q_indices: torch.Tensor
+
 
 class MaskPlan(NamedTuple):
-    """What decides a packet's masks, as tensors of fixed shapes.
+    """What decides a packet's masks, as tensors of fixed shapes; built on the host, used on the device.
 
-    Shapes: anchor, lo int32 [A], keep bool [A].
+    Shapes: anchor_A, lo_A int32 [A], keep_A bool [A]. The tiles of full and sliding layers are None where they are not used.
     """
 
     anchor_A: torch.Tensor
     lo_A: torch.Tensor
     keep_A: torch.Tensor
+    full_tiles: Tiles | None
+    sliding_tiles: Tiles | None
 
     def to(self, device):
-        return MaskPlan(*(t.to(device, non_blocking=True) for t in self))
+        return self._map(lambda t: t.to(device, non_blocking=True))
 
     def pin(self):
-        return MaskPlan(*(t.pin_memory() for t in self))
+        return self._map(torch.Tensor.pin_memory)
+
+    def _map(self, function):
+        return MaskPlan(*map(function, self[:3]), *(tiles and Tiles(*map(function, tiles)) for tiles in self[3:]))
 
 
-def plan(spec, anchor, lo, keep, window=None):
-    """Build a packet's MaskPlan on the host from numpy arrays: anchor, lo int32 [A] (sorted by anchor), keep bool [A]."""
-    return MaskPlan(*(torch.from_numpy(a) for a in (anchor, lo, keep)))
+def plan(spec, anchor_A, lo_A, keep_A, window=None):
+    """Build a packet's MaskPlan on the host from numpy arrays: anchor, lo int32 [A], keep bool [A]."""
+    tiles = [None, None]
+    if spec.tileable:
+        tiles = [plan_tiles(spec, anchor_A, lo_A, keep_A, w) if used else None for w, used in ((None, True), (window, window))]
+    return MaskPlan(*(torch.from_numpy(a) for a in (anchor_A, lo_A, keep_A)), *tiles)
+
+
+def plan_tiles(spec, anchor_A, lo_A, keep_A, window=None):
+    """Tile lists of a packet's mask, computed from its intervals (never from its elements): a few numpy operations on [tiles, tiles]."""
+    T, K = spec.row_tokens, spec.block_size
+    # the context that some slot of an anchor sees is [first, anchor), the context that every slot sees [first_of_all, anchor)
+    first_A, first_of_all_A = (lo_A, lo_A) if window is None else (np.maximum(lo_A, anchor_A + k + 1 - window) for k in (0, K - 1))
+    start_N = np.arange(0, T, TILE)
+    by_tile = (-1, TILE // K, 1)
+    seen = keep_A & (first_A < anchor_A)
+    first, full_first, last, seen, keep = (x.reshape(by_tile) for x in (first_A, first_of_all_A, anchor_A, seen, keep_A))
+    listed_MN = (seen & (first < start_N + TILE) & (last > start_N)).any(axis=1)
+    full_MN = (keep & (full_first <= start_N) & (last >= start_N + TILE)).all(axis=1)
+    blocks = np.eye(len(listed_MN), dtype=bool)  # a tile of queries against its own blocks is always partial
+    partial, full = np.hstack((listed_MN & ~full_MN, blocks)), np.hstack((full_MN, blocks & False))
+    return Tiles(*_listed(partial), *_listed(full), *_listed(partial.T), *_listed(full.T))
+
+
+def _listed(mask):
+    """A boolean matrix as counts and column indices per row."""
+    rows, columns = np.nonzero(mask)
+    counts = mask.sum(1)
+    indices = np.zeros(mask.shape, np.int32)
+    indices[rows, np.arange(len(rows)) - (np.cumsum(counts) - counts)[rows]] = columns
+    return torch.from_numpy(counts.astype(np.int32))[None, None], torch.from_numpy(indices)[None, None]
 
 
 def visible(spec, anchor_A, lo_A, keep_A, window):
@@ -74,8 +135,23 @@ def dense_mask(spec, anchor_A, lo_A, keep_A, window=None):
 
 
 def mask_of(spec, plan, window):
-    """The mask that `attend` takes, for layers with this window (None: full layers)."""
-    return dense_mask(spec, plan.anchor_A, plan.lo_A, plan.keep_A, window)
+    """The mask that `attend` takes, for layers with this window (None: full layers): a BlockMask on CUDA, else the dense twin."""
+    tiles = plan.full_tiles if window is None else plan.sliding_tiles
+    if tiles is None or plan.anchor_A.device.type != "cuda":
+        return dense_mask(spec, plan.anchor_A, plan.lo_A, plan.keep_A, window)
+    return block_mask(spec, plan, tiles, window)
+
+
+def block_mask(spec, plan, tiles, window):
+    """The block-sparse twin: the planned tiles, with the predicate inside the partial ones."""
+    predicate = visible(spec, plan.anchor_A, plan.lo_A, plan.keep_A, window)
+    queries = spec.anchors * spec.block_size
+    return BlockMask(
+        seq_lengths=(queries, spec.row_tokens + queries),
+        BLOCK_SIZE=(TILE, TILE),
+        mask_mod=lambda batch, head, query, key: predicate(query, key),
+        **tiles._asdict(),
+    )
 
 
 def attend(query, context, block, mask):
@@ -84,6 +160,9 @@ def attend(query, context, block, mask):
     Shapes: query [A*K, H, d]; context = (keys, values) [T, G, d]; block = (keys, values) [A*K, G, d] -> [A*K, H, d].
     `mask` is what `mask_of` built, or None where everything is visible.
     """
-    query, *key_value = (x.transpose(0, 1)[None] for x in (query, *(torch.cat(pair) for pair in zip(context, block, strict=True))))
-    out = F.scaled_dot_product_attention(query, *key_value, attn_mask=mask, enable_gqa=True)
+    query, key, value = (x.transpose(0, 1)[None] for x in (query, *(torch.cat(pair) for pair in zip(context, block, strict=True))))
+    if isinstance(mask, BlockMask):
+        out = flex_attention(query, key, value, block_mask=mask, enable_gqa=True, kernel_options=dict(KERNEL_OPTIONS))
+    else:
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
     return out[0].transpose(0, 1)

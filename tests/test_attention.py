@@ -60,12 +60,61 @@ def test_attention_equals_a_softmax_over_the_visible_keys():
         torch.testing.assert_close(out[:, head], expected)
 
 
-def random_row(generator, spec):
+def random_row(generator, spec, anchors=None):
     """Sorted anchors with their documents' starts on a random packed row, and a keep mask whose empty slots come last."""
-    starts = np.sort(generator.choice(spec.row_tokens, size=generator.integers(1, 9), replace=False)).astype(np.int32)
-    starts[0] = 0
-    count = int(generator.integers(0, spec.anchors + 1))
-    anchor = np.full(spec.anchors, spec.row_tokens, np.int32)
-    anchor[:count] = np.sort(generator.choice(spec.row_tokens, size=count, replace=False))
-    lo = np.where(anchor < spec.row_tokens, starts[np.searchsorted(starts, anchor, side="right") - 1], spec.row_tokens).astype(np.int32)
-    return anchor, lo, np.arange(spec.anchors) < count
+    T, A = spec.row_tokens, spec.anchors
+    starts = np.unique([0, *generator.choice(T, size=generator.integers(0, 8), replace=False)])
+    count = int(generator.integers(0, A + 1)) if anchors is None else anchors
+    anchor = np.full(A, T - 1, np.int32)
+    anchor[:count] = np.sort(generator.choice(T, size=count, replace=False))
+    keep = np.arange(A) < count
+    lo = np.where(keep, starts[np.searchsorted(starts, anchor, side="right") - 1], anchor).astype(np.int32)
+    return anchor, lo, keep
+
+
+def marked(counts, indices):
+    """The boolean matrix that a pair of counts and indices lists."""
+    mask = np.zeros(indices.shape[2:], bool)
+    for row, (count, columns) in enumerate(zip(counts[0, 0].tolist(), indices[0, 0].tolist(), strict=True)):
+        assert columns[:count] == sorted(set(columns[:count])), "each tile once, ascending"
+        mask[row, columns[:count]] = True
+    return mask
+
+
+@pytest.mark.parametrize("window", [None, 40, 300])
+@pytest.mark.parametrize("block_size", [4, 16, 128])
+def test_tile_lists_equal_the_predicate(window, block_size):
+    """A tile left out hides keys, a tile wrongly called full shows another conversation: neither raises anywhere."""
+    generator = np.random.default_rng(block_size)
+    spec = attention.MaskSpec(row_tokens=640, anchors=256 // block_size, block_size=block_size)
+    for trial in range(12):
+        row = random_row(generator, spec, anchors=spec.anchors if trial < 6 else None)
+        tiles = attention.plan_tiles(spec, *row, window)
+        dense = attention.dense_mask(spec, *map(torch.from_numpy, row), window).numpy()
+        by_tile = dense.reshape(2, attention.TILE, 7, attention.TILE)
+        partial, full = marked(*tiles[0:2]), marked(*tiles[2:4])
+        assert np.array_equal(partial | full, by_tile.any((1, 3))) and not (partial & full).any()
+        context = np.s_[:, :5]  # a block tile may be full, and is masked all the same
+        assert np.array_equal(full[context], by_tile.all((1, 3))[context])
+        assert np.array_equal(marked(*tiles[4:6]), partial.T) and np.array_equal(marked(*tiles[6:8]), full.T)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_block_sparse_twin_equals_the_dense_one(window):
+    """The kernel of the GPU must compute what the tests on CPU prove."""
+    generator = np.random.default_rng(0)
+    spec = attention.MaskSpec(row_tokens=256, anchors=8, block_size=16)
+    plan = attention.plan(spec, *random_row(generator, spec, anchors=7), window)
+    sparse = attention.block_mask(spec, plan, plan.full_tiles if window is None else plan.sliding_tiles, window)
+    draw = lambda rows, heads: torch.from_numpy(generator.standard_normal((rows, heads, 16)))  # noqa: E731
+    query, context, block = draw(128, 4), (draw(256, 2), draw(256, 2)), (draw(128, 2), draw(128, 2))
+    expected = attention.attend(query, context, block, attention.mask_of(spec, plan, window))
+    torch.testing.assert_close(attention.attend(query, context, block, sparse), expected)
+    out = torch.compile(attention.attend, backend="eager", fullgraph=True)(query, context, block, sparse)
+    torch.testing.assert_close(out, expected)
+
+
+def test_rows_that_fill_no_tiles_run_on_the_dense_twin():
+    spec = attention.MaskSpec(row_tokens=100, anchors=8, block_size=5)
+    plan = attention.plan(spec, *random_row(np.random.default_rng(0), spec))
+    assert plan.full_tiles is None and attention.mask_of(spec, plan, None).dtype == torch.bool
