@@ -47,8 +47,12 @@ def slot_terms(hidden_AKD, vocabulary, labels_AJ, loss, head, teacher=None, chun
         )
         for span in spans
     ]
-    terms, nll, hit = (torch.cat(part, dim=-1).unflatten(-1, (A, J)) for part in zip(*parts, strict=True))
-    return terms, nll, hit
+    return _joined(parts, A, J)
+
+
+def _joined(parts, A, J):
+    """The chunks' results, each with its last dimension [R], as one: [A, J]."""
+    return tuple(torch.cat(part, dim=-1).unflatten(-1, (A, J)) for part in zip(*parts, strict=True))
 
 
 def slot_best(hidden_AKD, vocabulary, top_k, chunk_anchors=None):
@@ -83,24 +87,25 @@ def _logits(hidden_AKD, vocabulary, teacher, span):
     return logits_RV, teacher.hidden_TD[teacher.index_AJ[span].flatten()].to(vocabulary.head.dtype) @ vocabulary.head.T
 
 
+def _fused_chunk(hidden_AKD, vocabulary, labels_AJ, loss, teacher, span, kept):
+    """`_chunk`, and the gradient of each term with respect to its row's hidden state into the tensors of `kept` [R, D], if any."""
+    logits_RV, teacher_RV = _logits(hidden_AKD, vocabulary, teacher, span)
+    terms_CR, nll_R, hit_R, *gradients = _pointwise(logits_RV, labels_AJ.flatten(), teacher_RV, loss, vocabulary.softcap)
+    for kept_RD, gradient_RV in zip(kept, gradients, strict=False):
+        torch.mm(gradient_RV, vocabulary.head, out=kept_RD)
+    return terms_CR, nll_R, hit_R
+
+
 class _FusedHead(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_AKD, vocabulary, labels_AJ, loss, teacher, spans):
-        A, J = labels_AJ.shape
-        wide, C = _wide(hidden_AKD.dtype), len(TERMS[loss])
-        terms_CAJ = hidden_AKD.new_empty(C, A, J, dtype=wide)
-        nll_AJ, hit_AJ = hidden_AKD.new_empty(A, J, dtype=wide), torch.empty_like(labels_AJ, dtype=torch.bool)
-        differentiate = ctx.needs_input_grad[0]
-        kept_CAJD = hidden_AKD.new_empty(C, A, J, hidden_AKD.shape[-1]) if differentiate else None
+        C, A, J, D = len(TERMS[loss]), *labels_AJ.shape, hidden_AKD.shape[-1]
+        kept_CAJD = hidden_AKD.new_empty(C, A, J, D) if ctx.needs_input_grad[0] else ()
+        parts = []
         for span in spans:
-            logits_RV, teacher_RV = _logits(hidden_AKD[span], vocabulary, teacher, span)
-            arguments = logits_RV, labels_AJ[span].flatten(), teacher_RV, loss, vocabulary.softcap
-            terms, nll, hit, *gradients = _pointwise(arguments, differentiate)
-            terms_CAJ[:, span], nll_AJ[span], hit_AJ[span] = terms.unflatten(1, (-1, J)), nll.view(-1, J), hit.view(-1, J)
-            del arguments, logits_RV, teacher_RV  # the next chunk takes their place
-            for gradient_RV, kept_AJD in zip(gradients, kept_CAJD if differentiate else (), strict=True):
-                torch.mm(gradient_RV, vocabulary.head, out=kept_AJD[span].flatten(0, 1))
-            del gradients
+            kept = [kept_AJD[span].flatten(0, 1) for kept_AJD in kept_CAJD]
+            parts.append(_fused_chunk(hidden_AKD[span], vocabulary, labels_AJ[span], loss, teacher, span, kept))
+        terms_CAJ, nll_AJ, hit_AJ = _joined(parts, A, J)
         ctx.kept_CAJD = kept_CAJD
         ctx.mark_non_differentiable(nll_AJ, hit_AJ)
         ctx.set_materialize_grads(False)
@@ -118,17 +123,16 @@ class _FusedHead(torch.autograd.Function):
         return gradient_AKD, None, None, None, None, None
 
 
-def _pointwise(arguments, differentiate):
-    """`slot_values_and_gradients` or, without gradient, `slot_values`, as one kernel on CUDA; logits may be overwritten."""
-    logits_RV, labels_R, _, loss, softcap = arguments
+def _pointwise(logits_RV, labels_R, teacher_RV, loss, softcap):
+    """`slot_values_and_gradients` as one kernel on CUDA; the logits may be overwritten."""
     if loss == "ce" and logits_RV.is_cuda and logits_RV.dtype != torch.float64:
         from common.head_kernel import cross_entropy_  # Triton comes with torch for CUDA only
 
-        nll_R, hit_R = cross_entropy_(logits_RV, labels_R, softcap, differentiate)
-        return nll_R[None], nll_R, hit_R, *([logits_RV] if differentiate else [])
-    function = slot_values_and_gradients if differentiate else slot_values
-    signature = (function.__name__, loss, tuple(logits_RV.shape), logits_RV.dtype, softcap)
-    return kernels.handle("head", function, logits_RV.device, signature)(*arguments)
+        nll_R, hit_R = cross_entropy_(logits_RV, labels_R, softcap)
+        return nll_R[None], nll_R, hit_R, logits_RV
+    signature = (loss, tuple(logits_RV.shape), logits_RV.dtype, softcap)
+    kernel = kernels.handle("head", slot_values_and_gradients, logits_RV.device, signature)
+    return kernel(logits_RV, labels_R, teacher_RV, loss, softcap)
 
 
 def slot_values(logits_RV, labels_R, teacher_RV, loss, softcap):

@@ -13,8 +13,8 @@ TILING = (1024, 16, 32)
 """Lanes of a tile, neighbouring logits of a lane (reduced within a thread), warps."""
 
 
-def cross_entropy_(logits_RV, labels_R, softcap, differentiate, tiling=TILING):
-    """Each label's nll and hit; where `differentiate`, logits_RV is overwritten by the gradient of nll.
+def cross_entropy_(logits_RV, labels_R, softcap, tiling=TILING):
+    """Each label's nll and hit; logits_RV is overwritten by the gradient of nll.
 
     Shapes: logits_RV [R, V] contiguous, labels_R int64 -> nll float32 [R], hit bool [R] (the first largest logit is the label's).
     """
@@ -23,7 +23,7 @@ def cross_entropy_(logits_RV, labels_R, softcap, differentiate, tiling=TILING):
     hit_R = torch.empty(R, device=logits_RV.device, dtype=torch.bool)
     lanes, vector, warps = tiling
     with torch.cuda.device_of(logits_RV):
-        _cross_entropy[(R,)](logits_RV, labels_R, nll_R, hit_R, V, softcap, differentiate, lanes, vector, num_warps=warps)
+        _cross_entropy[(R,)](logits_RV, labels_R, nll_R, hit_R, V, softcap, lanes, vector, num_warps=warps)
     return nll_R, hit_R
 
 
@@ -35,7 +35,7 @@ def _cap(x, CAP: tl.constexpr):
 
 
 @triton.jit
-def _cross_entropy(logits, labels, nll, hit, V, CAP: tl.constexpr, DIFFERENTIATE: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr):
+def _cross_entropy(logits, labels, nll, hit, V, CAP: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     logits += row * V
     label = tl.load(labels + row)
@@ -59,11 +59,10 @@ def _cross_entropy(logits, labels, nll, hit, V, CAP: tl.constexpr, DIFFERENTIATE
     logsum = peak + tl.log(tl.sum(total_L * tl.exp(peak_L - peak), 0))
     tl.store(nll + row, logsum - wanted)
     tl.store(hit + row, (wanted >= peak) & (wanted > tl.max(before_L, 0)))
-    if DIFFERENTIATE:
-        for tile in range(tiles):
-            index = (tiles - 1 - tile) * TILE + at_LV
-            x = _cap(tl.load(logits + index, mask=index < V, other=0.0).to(tl.float32), CAP)
-            gradient = tl.exp(x - logsum) - tl.where(index == label, 1.0, 0.0)
-            if CAP is not None:
-                gradient *= 1 - (x / CAP) * (x / CAP)
-            tl.store(logits + index, gradient.to(logits.dtype.element_ty), mask=index < V)
+    for tile in range(tiles):
+        index = (tiles - 1 - tile) * TILE + at_LV
+        x = _cap(tl.load(logits + index, mask=index < V, other=0.0).to(tl.float32), CAP)
+        gradient = tl.exp(x - logsum) - tl.where(index == label, 1.0, 0.0)
+        if CAP is not None:
+            gradient *= 1 - (x / CAP) * (x / CAP)
+        tl.store(logits + index, gradient.to(logits.dtype.element_ty), mask=index < V)
