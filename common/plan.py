@@ -52,8 +52,8 @@ class Plan:
             f"drafter  {self.drafter.layers} layers, blocks of {self.drafter.block_size}, {self.parameters() / 1e6:,.1f} M parameters, "
             f"mask token {self.drafter.mask_token_id}",
             f"data     {len(self.rows.store):,} documents in {len(rows):,} rows of {shape.row_tokens} ({rows.fill:.0%} filled), "
-            f"{rows.truncated:,} truncated, {rows.dropped:,} dropped; {deal.dropped_rows} rows of each epoch's end are left out",
-            f"steps    {deal.steps:,} of {deal.step_packets} packets, up to {self.anchors} blocks each; an epoch is {deal.steps_per_epoch:,}",
+            f"{rows.truncated:,} truncated, {rows.dropped:,} dropped; {deal.dropped_rows} rows at each epoch's end left out",
+            f"steps    {deal.steps:,} of {deal.step_packets} packets, up to {self.anchors} blocks each; per epoch {deal.steps_per_epoch:,}",
             "memory   " + "; ".join(f"{role} {bytes_ / GIB:.2f} GiB" for role, bytes_ in self.memory().items()) + " (estimate per device)",
         ]
         return "\n".join(lines)

@@ -111,7 +111,7 @@ class Run:
         if self.first:
             if "loss" in values:
                 values = {"lr": self.learner.optimizer.lr(step)} | values
-            self._log.write({"step": step} | values)
+            self._log.write({"step": step} | {name: value for name, value in values.items() if value is not None})
 
     def due(self, step):
         return step % self.plan.config.checkpoint.every == 0 or step == self.plan.deal.steps
