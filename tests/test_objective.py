@@ -1,0 +1,366 @@
+"""The objective: which tokens are learnt, with which weight, and what is reported about it."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from common import objective
+from common.config import ObjectiveConfig
+from common.packet import Row
+from common.target_files import Vocabulary
+
+V, D, MASK = 23, 6, 22
+
+
+def make_row(lengths, mask=None, row_tokens=None, seed=0):
+    """A row of documents of these lengths; `mask` is a string of 0 and 1 over their tokens (default: all supervised)."""
+    valid = sum(lengths)
+    T = row_tokens or valid
+    starts = np.repeat(np.cumsum([0, *lengths]), [*lengths, T - valid]).astype(np.int32)
+    loss_mask = np.zeros(T, np.uint8)
+    loss_mask[:valid] = 1 if mask is None else [int(c) for c in mask]
+    tokens = np.random.default_rng(seed).integers(0, V - 1, T).astype(np.int32)
+    return Row(tokens, starts, loss_mask, valid, len(lengths))
+
+
+def blocks_of(row, anchors, block_size, **options):
+    anchor, keep = objective.draw_anchors(row, anchors, seed=0, number=0)
+    return objective.build_blocks(row, anchor, keep, block_size, MASK, **options)
+
+
+def random_vocabulary(softcap=None, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    head = torch.randn(V, D, generator=generator, dtype=torch.float64)
+    return Vocabulary(head, head, 1.0, softcap)
+
+
+def random_hidden(*shape, seed=2):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).requires_grad_()
+
+
+def hidden_that_says(tokens_AK, vocabulary):
+    """Hidden states whose best token under an orthonormal head is the given one."""
+    return vocabulary.head[tokens_AK].detach()
+
+
+# Anchors
+
+
+def test_anchors_reach_the_first_and_the_last_legal_position_and_no_other():
+    """An anchor outside its document's supervised tokens would train on text that is never drafted."""
+    row = make_row([6, 5], mask="001110" + "11011", row_tokens=14)
+    assert objective.candidates(row).tolist() == [2, 3, 6, 9]
+    anchor, keep = objective.draw_anchors(row, 4, seed=0, number=0)
+    assert anchor.tolist() == [2, 3, 6, 9] and keep.all()
+
+
+def test_a_row_without_a_candidate_has_no_weight_and_no_nan():
+    """A row of prompts only must not stop or poison a run."""
+    row = make_row([1, 1, 4], mask="11" + "0100", row_tokens=8)
+    assert objective.every_anchor(row, 3) == []
+    blocks = blocks_of(row, 3, 4)
+    assert not blocks.keep_A.any() and torch.equal(blocks.lo_A, blocks.anchor_A)
+    hidden = random_hidden(3, 4, D)
+    result = objective.loss(hidden, random_vocabulary(), blocks, ObjectiveConfig())
+    result.loss_sum.backward()
+    assert result.loss_sum == 0 and result.weight_sum == 0 and not hidden.grad.any()
+    assert all(count.sum() == 0 for _, count in result.metrics.values())
+
+
+def test_anchors_are_drawn_by_seed_and_packet_number_alone():
+    """Another draw in another mode, or the same draw for every packet, would break resume and waste data."""
+    row = make_row([200])
+    draw = [objective.draw_anchors(row, 20, seed, number)[0].tolist() for seed, number in ((0, 5), (0, 5), (0, 6), (1, 5))]
+    assert draw[0] == draw[1] and draw[0] != draw[2] and draw[0] != draw[3]
+    assert all(d == sorted(set(d)) and len(d) == 20 for d in draw)
+    counts = np.zeros(199)
+    for number in range(400):
+        counts[objective.draw_anchors(row, 20, 0, number)[0]] += 1
+    assert counts.min() > 15 and counts.max() < 75  # 40 expected, four standard deviations are 24
+
+
+def test_every_anchor_predicts_every_candidate_once():
+    """Validation that skips or repeats positions would walk on numbers that do not exist."""
+    row = make_row([9, 2, 7], mask="011111011" + "11" + "1110111", row_tokens=20)
+    chunks = objective.every_anchor(row, 4)
+    kept = np.concatenate([anchor[keep] for anchor, keep in chunks])
+    assert kept.tolist() == objective.candidates(row).tolist() and all(len(anchor) == 4 for anchor, _ in chunks)
+
+
+@pytest.mark.parametrize(
+    ("pack_tokens", "block_size", "expected"), [(3072, 16, 512), (3072, 10, 512), (100, 8, 32), (7, 16, 8), (7, 10, 2)]
+)
+def test_default_anchors_fill_tiles(pack_tokens, block_size, expected):
+    """Blocks that do not fill tiles of 128 queries cannot run on the block-sparse attention."""
+    assert objective.default_anchors(pack_tokens, block_size) == expected
+
+
+# Blocks
+
+
+def test_labels_stop_at_the_documents_end_and_at_the_first_unsupervised_token():
+    """A label beyond either teaches the drafter text that the target never writes there."""
+    row = make_row([7, 6], mask="0111011" + "111111", row_tokens=16)
+    anchor = np.array([1, 5, 7, 11, 15], np.int32)
+    keep = np.array([True, True, True, True, False])
+    blocks = objective.build_blocks(row, anchor, keep, 5, MASK)
+    expected = ["01100", "01000", "01111", "01000", "00000"]
+    assert ["".join(str(int(v)) for v in slots) for slots in blocks.valid_AK] == expected
+    assert blocks.labels_AK[2].tolist() == [0, *row.tokens[8:12].tolist()]
+    assert blocks.tokens_AK[2].tolist() == [row.tokens[7], MASK, MASK, MASK, MASK]
+    assert blocks.positions_AK[3].tolist() == [4, 5, 6, 7, 8] and blocks.lo_A[:4].tolist() == [0, 0, 7, 7]
+    assert blocks.context_positions_T.tolist() == [*range(7), *range(6), *range(3)]
+    torch.testing.assert_close(blocks.weights_AK[2], torch.tensor([0.0, *np.exp(-np.arange(4) / 4.0)], dtype=torch.float32))
+
+
+@pytest.mark.parametrize("length", [1, 2, 4, 5])
+def test_documents_shorter_than_a_block(length):
+    """Short answers are common; a block may reach over the document's end but never learn from beyond it."""
+    row = make_row([length, 9], row_tokens=16)
+    blocks = blocks_of(row, 16, 5)
+    own = blocks.keep_A & (blocks.anchor_A < length)
+    assert own.sum() == length - 1
+    assert blocks.valid_AK[own].sum(1).tolist() == [min(4, length - 1 - a) for a in range(length - 1)]
+
+
+def test_gamma_follows_the_block_size():
+    """The decay that DFlash tuned for its block sizes is the default; a set value wins."""
+    row = make_row([40])
+    second = {b: blocks_of(row, 1, b).weights_AK[0, 2].item() for b in (8, 9, 10, 16)}
+    assert second == pytest.approx({b: np.exp(-1 / g) for b, g in ((8, 4), (9, 4.5), (10, 5), (16, 7))})
+    assert blocks_of(row, 1, 16, gamma=2.0).weights_AK[0, 2].item() == pytest.approx(np.exp(-0.5))
+
+
+# Losses
+
+
+def reference(hidden, vocabulary, blocks, config, final_hidden):
+    """The losses and weights of the algorithm's page, slot by slot in float64."""
+
+    def logprobs(h):
+        z = vocabulary.head @ h
+        return F.log_softmax(z if vocabulary.softcap is None else vocabulary.softcap * torch.tanh(z / vocabulary.softcap), dim=0)
+
+    slots = [(a, k) for a, k in itertools.product(range(hidden.shape[0]), range(1, hidden.shape[1])) if blocks.valid_AK[a, k]]
+    log_q = {s: logprobs(hidden[s]) for s in slots}
+    p = {(a, k): logprobs(final_hidden[blocks.anchor_A[a] + k - 1]).exp() for a, k in slots}
+    nll = {s: -log_q[s][blocks.labels_AK[s]] for s in slots}
+    kl = {s: (p[s] * (p[s].log() - log_q[s])).sum() for s in slots}
+    tv = {s: 1 - torch.minimum(p[s], log_q[s].exp()).sum() for s in slots}
+    share = {}
+    for k in {k for _, k in slots}:
+        share[k] = np.exp(-3 * np.mean([1 - tv[s].item() for s in slots if s[1] == k]))
+    value = {"ce": nll, "kl": kl, "tv": tv, "lk": {s: share[s[1]] * kl[s] + (1 - share[s[1]]) * tv[s] for s in slots}}[config.loss]
+    confidence = {s: (1 - config.alpha) * np.exp(-nll[s].item()) + config.alpha for s in slots}
+
+    def weight(a, j):
+        if config.weights == "decay":
+            return np.exp(-(j - 1) / config.gamma)
+        return sum(np.prod([confidence[a, i] for i in range(1, n + 1)]) for _, n in slots if _ == a and n >= j)
+
+    return sum(weight(*s) * value[s] for s in slots), sum(weight(*s) for s in slots), sum(nll.values())
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("weights", ["decay", "dpace"])
+@pytest.mark.parametrize("loss", ["ce", "kl", "tv", "lk"])
+def test_loss_and_gradient_equal_the_float64_reference(loss, weights, softcap):
+    """Both heads, all losses and weights, any chunk: a wrong gradient trains a worse drafter and nobody sees it."""
+    row = make_row([9, 6], mask="111110111" + "111111", row_tokens=18)
+    vocabulary, blocks = random_vocabulary(softcap), blocks_of(row, 13, 4, gamma=2.0)
+    assert not blocks.keep_A.all()
+    hidden, final_hidden = random_hidden(13, 4, D), random_hidden(18, D, seed=3).detach()
+    config = ObjectiveConfig(loss=loss, weights=weights, gamma=2.0)
+    loss_sum, weight_sum, nll_sum = reference(hidden, vocabulary, blocks, config, final_hidden)
+    (gradient,) = torch.autograd.grad(loss_sum * 3, hidden)
+    for head, chunk_anchors in itertools.product(("fused", "checkpoint"), (None, 1, 5)):
+        config.head = head
+        result = objective.loss(hidden, vocabulary, blocks, config, final_hidden, chunk_anchors)
+        (got,) = torch.autograd.grad(result.loss_sum * 3, hidden)
+        torch.testing.assert_close(result.loss_sum, loss_sum, check_dtype=False, rtol=1e-6, atol=1e-6)  # weights are float32
+        torch.testing.assert_close(result.weight_sum.double(), torch.tensor(weight_sum), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(result.metrics["nll"][0], nll_sum, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(got, gradient, rtol=1e-6, atol=1e-6)
+
+
+def test_the_fused_head_in_bfloat16_stays_near_float64():
+    """The softmax is taken in float32 and the gradient kept in bfloat16: rounding, not bias."""
+    row = make_row([30])
+    blocks, vocabulary, hidden = blocks_of(row, 29, 4), random_vocabulary(), random_hidden(29, 4, D)
+    half = Vocabulary(*(vocabulary.head.bfloat16(),) * 2, 1.0, None)
+    hidden_half = hidden.detach().bfloat16().requires_grad_()
+    exact = objective.loss(hidden, vocabulary, blocks, ObjectiveConfig())
+    rounded = objective.loss(hidden_half, half, blocks, ObjectiveConfig())
+    exact.loss_sum.backward(), rounded.loss_sum.backward()
+    assert rounded.loss_sum.dtype == torch.float32 and hidden_half.grad.dtype == torch.bfloat16
+    assert abs(rounded.loss_sum / exact.loss_sum - 1) < 5e-3
+    assert (hidden_half.grad - hidden.grad).norm() / hidden.grad.norm() < 2e-2
+
+
+def test_packed_equals_unpacked():
+    """Documents packed into a row must be learnt as if each were alone."""
+    packed = make_row([8, 5], mask="01111111" + "11110", row_tokens=16)
+    vocabulary, config = random_vocabulary(), ObjectiveConfig(weights="dpace")
+    hidden = random_hidden(16, 4, D)
+    whole_blocks = blocks_of(packed, 16, 4)
+    whole = objective.loss(hidden, vocabulary, whole_blocks, config)
+    parts, used = [], 0
+    for first, stop in packed.spans():
+        alone = Row(packed.tokens[first:stop], np.zeros(stop - first, np.int32), packed.loss_mask[first:stop], stop - first, 1)
+        anchors = len(objective.candidates(alone))
+        blocks = blocks_of(alone, anchors, 4)
+        for name in ("tokens_AK", "positions_AK", "labels_AK", "valid_AK"):
+            assert torch.equal(getattr(blocks, name), getattr(whole_blocks, name)[used : used + anchors]), name
+        parts.append(objective.loss(hidden[used : used + anchors], vocabulary, blocks, config))
+        used += anchors
+    assert used == whole_blocks.keep_A.sum()
+    torch.testing.assert_close(whole.loss_sum, sum(p.loss_sum for p in parts))
+    torch.testing.assert_close(whole.weight_sum, sum(p.weight_sum for p in parts))
+    whole_gradient, parts_gradient = (torch.autograd.grad(x, hidden)[0] for x in (whole.loss_sum, sum(p.loss_sum for p in parts)))
+    torch.testing.assert_close(whole_gradient, parts_gradient)
+
+
+def test_a_non_finite_hidden_state_reaches_the_loss_and_the_gradient():
+    """The optimiser skips a bad step only if it can see it."""
+    hidden = random_hidden(9, 4, D)
+    with torch.no_grad():
+        hidden[3, 2, 0] = torch.nan
+    for head in ("fused", "checkpoint"):
+        result = objective.loss(hidden, random_vocabulary(), blocks_of(make_row([10]), 9, 4), ObjectiveConfig(head=head))
+        assert result.loss_sum.isnan() and torch.autograd.grad(result.loss_sum, hidden)[0].isnan().any()
+
+
+# Acceptance
+
+
+def test_metrics_of_a_hand_written_example():
+    """Two blocks, hits known slot by slot: accuracy, unbroken acceptance and tau as written on paper."""
+    vocabulary = Vocabulary(torch.eye(V), torch.eye(V), 1.0, None)
+    row = make_row([9])
+    blocks = objective.build_blocks(row, np.array([0, 6], np.int32), np.array([True, True]), 4, MASK)  # labels 1-3; 7, 8
+    says = blocks.labels_AK.clone()
+    says[0, 2] = MASK  # hits 1, 0, 1 and 1, 1
+    result = objective.loss(hidden_that_says(says, vocabulary), vocabulary, blocks, ObjectiveConfig())
+    assert [t.tolist() for t in result.metrics["accuracy"]] == [[2, 1, 1], [2, 2, 1]]
+    assert [t.tolist() for t in result.metrics["accepted"]] == [[2, 1, 0], [2, 2, 1]]
+    assert [t.item() for t in result.metrics["tau"]] == [(1 + 1) + (1 + 2), 2]
+    assert result.accepted_A.tolist() == [1, 2]
+
+
+def decode_greedily(row, says, block_size):
+    """Speculative decoding by hand: the target's tokens are the row's, the drafter proposes says[position][slot]."""
+    emitted, verifications = [0] * row.documents, [0] * row.documents
+    for document, (first, stop) in enumerate(row.spans()):
+        at = first
+        while at < stop:
+            if not row.loss_mask[at]:
+                at += 1
+                continue
+            end = at
+            while end < stop and row.loss_mask[end]:
+                end += 1
+            answer = [at]  # the prefill's token
+            while answer[-1] < end - 1:
+                bonus, n = answer[-1], 0
+                while n < block_size - 1 and bonus + n + 1 < end and says[bonus][n] == row.tokens[bonus + n + 1]:
+                    n += 1
+                new = list(range(bonus + 1, min(bonus + n + 2, end)))
+                answer, verifications[document] = answer + new, verifications[document] + 1
+                emitted[document] += len(new)
+            at = end
+    return emitted, verifications
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_walk_equals_greedy_speculative_decoding(seed):
+    """Walk tau is what the best checkpoint is chosen by: it must be the number that decoding gives."""
+    rng = np.random.default_rng(seed)
+    lengths = [1, 2, 30, 3, 25]
+    row = make_row(lengths, mask="".join(str(int(c)) for c in rng.random(sum(lengths)) < 0.9), row_tokens=64, seed=seed)
+    K, vocabulary = 5, Vocabulary(torch.eye(V), torch.eye(V), 1.0, None)
+    says, accepted = {}, []
+    for anchor, keep in objective.every_anchor(row, 7):
+        blocks = objective.build_blocks(row, anchor, keep, K, MASK)
+        proposal = torch.from_numpy(np.where(rng.random((7, K)) < 0.7, row.tokens[np.minimum(anchor[:, None] + np.arange(K), 63)], MASK))
+        says |= {int(a): p[1:].tolist() for a, p, kept in zip(anchor, proposal, keep, strict=True) if kept}
+        result = objective.loss(hidden_that_says(proposal, vocabulary), vocabulary, blocks, ObjectiveConfig())
+        accepted += result.accepted_A[torch.from_numpy(keep)].tolist()
+    emitted, verifications = objective.walk(accepted, row)
+    assert (emitted.tolist(), verifications.tolist()) == decode_greedily(row, says, K)
+
+
+# Trees
+
+
+@pytest.mark.parametrize("budget", [1, 4, 9, 40])
+def test_the_tree_is_the_best_of_all_prefixes(budget):
+    """Fewer probable nodes than possible would cost acceptance for the same verification."""
+    logprobs = torch.randn(3, 3, generator=torch.Generator().manual_seed(budget)).log_softmax(-1).sort(-1, descending=True).values
+    prefixes = [p for depth in (1, 2, 3) for p in itertools.product(range(3), repeat=depth)]
+    best = sorted((sum(logprobs[i, r].item() for i, r in enumerate(p)) for p in prefixes), reverse=True)[:budget]
+    nodes, paths = objective.build_tree(logprobs, budget), []
+    for parent, depth, rank in nodes:
+        paths.append((*(paths[parent] if parent >= 0 else ()), rank))
+        assert len(paths[-1]) == depth
+    assert len(set(paths)) == len(paths) == min(budget, len(prefixes))
+    assert [sum(logprobs[i, r].item() for i, r in enumerate(p)) for p in paths] == pytest.approx(best, abs=1e-5)
+
+
+def test_a_tree_along_rank_zero_is_the_chain():
+    """Chain and tree must agree where they mean the same."""
+    logprobs = torch.randn(5, 1, generator=torch.Generator().manual_seed(0))
+    assert objective.build_tree(logprobs, 5) == [(i - 1, i + 1, 0) for i in range(5)]
+    row, vocabulary = make_row([12, 7]), random_vocabulary()
+    anchor, keep = objective.every_anchor(row, 32)[0]
+    blocks = objective.build_blocks(row, anchor, keep, 4, MASK)
+    hidden = hidden_that_says(torch.where(torch.rand(blocks.labels_AK.shape) < 0.7, blocks.labels_AK, 1), vocabulary).double()
+    accepted = objective.loss(hidden, vocabulary, blocks, ObjectiveConfig()).accepted_A[: keep.sum()]
+    logprobs, ranks = objective.rank_labels(hidden, vocabulary, blocks, top_k=1)
+    chain, tree = objective.walk(accepted.tolist(), row), objective.walk_tree(logprobs, ranks, row, budget=3)
+    assert accepted.any() and [a.tolist() for a in chain] == [a.tolist() for a in tree]
+
+
+def test_tree_acceptance_is_the_longest_label_prefix_in_the_tree():
+    """Counted against the set of all nodes' paths, over many random trees."""
+    generator = torch.Generator().manual_seed(0)
+    for budget in (1, 3, 8, 20):
+        logprobs = torch.randn(4, 5, generator=generator).log_softmax(-1).sort(-1, descending=True).values
+        paths = []
+        for parent, _, rank in objective.build_tree(logprobs, budget):
+            paths.append((*(paths[parent] if parent >= 0 else ()), rank))
+        for ranks in itertools.product(range(6), repeat=4):
+            expected = max((n for n in range(1, 5) if ranks[:n] in paths), default=0)
+            assert objective.tree_accepted(logprobs, torch.tensor(ranks), budget) == expected
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("loss", ["ce", "kl", "tv", "lk"])
+def test_the_cuda_kernels_equal_the_plain_twin(loss, dtype):
+    """The fast head on the GPU against the slow twin in float64, ties and odd vocabularies included."""
+    from common.head import slot_values_and_gradients
+
+    generator = torch.Generator().manual_seed(0)
+    for rows, softcap in itertools.product((1000, 33024), (None, 5.0)):
+        head, final_hidden = (torch.randn(n, 64, generator=generator).mul_(0.3).to(dtype).cuda() for n in (rows, 300))
+        row = make_row([100, 150], row_tokens=300)
+        blocks = blocks_of(row, 40, 8).to("cuda")
+        vocabulary, wide = Vocabulary(head, head, 1.0, softcap), Vocabulary(head.double(), head.double(), 1.0, softcap)
+        hidden = torch.randn(40, 8, 64, generator=generator).to(dtype).cuda().requires_grad_()
+        exact_hidden = hidden.detach().double().requires_grad_()
+        fast = objective.loss(hidden, vocabulary, blocks, ObjectiveConfig(loss=loss), final_hidden, chunk_anchors=16)
+        slow = objective.loss(exact_hidden, wide, blocks, ObjectiveConfig(loss=loss, head="checkpoint"), final_hidden.double())
+        fast.loss_sum.backward(), slow.loss_sum.backward()
+        tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-4
+        assert abs(fast.loss_sum / slow.loss_sum - 1) < tolerance
+        assert (hidden.grad - exact_hidden.grad).norm() / exact_hidden.grad.norm() < tolerance
+        logits = (torch.randn(64, rows, generator=generator) * 3).bfloat16().cuda()  # coarse: ties for the largest
+        labels = logits.argmax(-1)
+        if loss == "ce":
+            from common.head_kernel import cross_entropy_
+
+            _, _, hit, _ = slot_values_and_gradients(logits, labels, None, "ce", softcap)
+            assert torch.equal(cross_entropy_(logits.clone(), labels, softcap)[1], hit)
