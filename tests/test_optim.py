@@ -1,0 +1,129 @@
+"""The optimiser: AdamW as torch defines it, on flat buffers, with steps that skip themselves."""
+
+import math
+
+import pytest
+import torch
+
+from common.config import OptimConfig
+from common.optim import Optimizer, schedule
+
+
+def network(dtype=torch.float32):
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.LayerNorm(7), torch.nn.Linear(7, 3)).to(dtype)
+
+
+def config(**changes):
+    return OptimConfig(**dict(lr=1e-2, weight_decay=0.1, schedule="constant", warmup=0, clip=0.5) | changes)
+
+
+def backward(model, seed, weight=1.0):
+    inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(seed)).to(next(model.parameters()).dtype)
+    (model(inputs).square().sum() * weight).backward()
+
+
+def run(optimizer, model, seeds, weight_sum=4.0):
+    for seed in seeds:
+        backward(model, seed)
+        optimizer.accumulate()
+        optimizer.step(torch.tensor(weight_sum))
+
+
+def everything(optimizer):
+    return [optimizer.masters, optimizer.compute, optimizer.exp_avg, optimizer.exp_avg_sq, optimizer.updates]
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+def test_steps_equal_torch_adamw_in_float64(clip):
+    """Sum over two packets, division by the weights, clipping, decay of matrices only: the recipe's numbers mean what they say."""
+    model, twin = network(), network(torch.float64)
+    optimizer = Optimizer(model.named_parameters(), config(clip=clip), steps=20)
+    groups = [{"params": [p for p in twin.parameters() if p.ndim >= 2]}]
+    groups.append({"params": [p for p in twin.parameters() if p.ndim < 2], "weight_decay": 0.0})
+    reference = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    for seed in range(10):
+        for packet in (seed, seed + 100):
+            backward(model, packet)
+            optimizer.accumulate()
+            assert all(p.grad is None for p in model.parameters())
+            backward(twin, packet, weight=1 / 8)
+        norm = torch.nn.utils.clip_grad_norm_(twin.parameters(), clip or math.inf)
+        reference.step()
+        reference.zero_grad()
+        result = optimizer.step(torch.tensor(8.0))
+        assert result["grad_norm"].item() == pytest.approx(norm.item(), rel=1e-5) and not result["skipped"]
+    for (name, parameter), expected in zip(model.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(parameter.double(), expected, rtol=1e-5, atol=1e-6, msg=name)
+        assert torch.equal(optimizer.master_tensors()[name], parameter)
+
+
+def test_bfloat16_weights_follow_float32_masters():
+    """Updates smaller than bfloat16 can hold must add up in the masters and not be lost."""
+    model = network(torch.bfloat16)
+    optimizer = Optimizer(model.named_parameters(), config(lr=1e-5, clip=0), steps=100)
+    before = optimizer.masters.clone()
+    run(optimizer, model, range(50))
+    moved = (optimizer.masters - before).abs()
+    assert 1e-4 < moved.median() < 1e-3
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, optimizer.master_tensors()[name].bfloat16())
+
+
+@pytest.mark.parametrize("fault", ["gradient", "weight_sum", "empty"])
+def test_a_bad_step_changes_nothing(fault):
+    """One bad packet must leave no trace: neither weights nor moments nor the count behind the bias correction."""
+    model, undisturbed = network(), network()
+    optimizer, twin = (Optimizer(m.named_parameters(), config(), steps=20) for m in (model, undisturbed))
+    run(optimizer, model, range(3))
+    run(twin, undisturbed, range(3))
+    backward(model, 50)
+    if fault == "gradient":
+        model[0].weight.grad[0, 0] = math.inf
+    optimizer.accumulate()
+    result = optimizer.step(torch.tensor({"gradient": 4.0, "weight_sum": math.nan, "empty": 0.0}[fault]))
+    assert result["skipped"].item() == (fault != "empty") == optimizer.skipped_in_a_row.item()
+    assert all(torch.equal(a, b) for a, b in zip(everything(optimizer), everything(twin), strict=True))
+    run(optimizer, model, range(3, 6))
+    run(twin, undisturbed, range(3, 6))
+    assert optimizer.skipped_in_a_row == 0 and torch.equal(optimizer.masters, twin.masters)
+
+
+def test_a_step_without_gradients_is_no_repetition_of_the_last():
+    """A packet of weight 0 leaves no gradients behind; the buffer's old content must not be applied again."""
+    model = network()
+    optimizer = Optimizer(model.named_parameters(), config(weight_decay=0), steps=20)
+    run(optimizer, model, range(2))
+    optimizer.accumulate()
+    assert not optimizer.gradients.any()
+    assert optimizer.step(torch.tensor(4.0))["grad_norm"] == 0
+
+
+def test_resume_is_exact():
+    """Five steps, stop, five steps give bitwise what ten steps give."""
+    whole = network(torch.bfloat16)
+    uninterrupted = Optimizer(whole.named_parameters(), config(schedule="cosine", warmup=0.2), steps=10)
+    run(uninterrupted, whole, range(10))
+    first = network(torch.bfloat16)
+    stopped = Optimizer(first.named_parameters(), config(schedule="cosine", warmup=0.2), steps=10)
+    run(stopped, first, range(5))
+    saved = {k: v.clone() for k, v in stopped.state_tensors().items()}
+    masters = {k: v.clone() for k, v in stopped.master_tensors().items()}
+    second = network(torch.bfloat16)
+    resumed = Optimizer(second.named_parameters(), config(schedule="cosine", warmup=0.2), steps=10)
+    for name, view in resumed.master_tensors().items():
+        view.copy_(masters[name])
+    resumed.load_state_tensors(saved)
+    resumed.publish()
+    run(resumed, second, range(5, 10))
+    assert all(torch.equal(a, b) for a, b in zip(everything(resumed), everything(uninterrupted), strict=True))
+
+
+def test_schedules_on_paper():
+    """Warm-up, peak and end of each schedule, by hand, for 100 steps."""
+    cosine = [schedule(config(schedule="cosine", warmup=0.04), 100, s) for s in (1, 4, 5, 52, 53, 100, 101)]
+    middle = [(1 + math.cos(math.pi * done / 97)) / 2 for done in (1, 48, 49, 96, 97)]
+    assert cosine == pytest.approx([0.25, 1, *middle]) and cosine[-1] == pytest.approx(0)
+    wsd = [schedule(config(schedule="wsd", warmup=10), 100, s) for s in (5, 10, 81, 82, 91, 100)]
+    assert wsd == pytest.approx([0.5, 1, 1, 19 / 20, 10 / 20, 1 / 20])
+    assert [schedule(config(warmup=0), 100, s) for s in (1, 50, 100)] == [1, 1, 1]
