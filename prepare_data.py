@@ -1,5 +1,8 @@
-"""Conversations for training: packed into a token store, and shown as packed.
+"""Conversations for training: written by the target itself, packed into a token store, and shown as packed.
 
+python prepare_data.py synthesize --target Qwen/Qwen3-8B --num 100000 --output conversations.jsonl
+python prepare_data.py regenerate --target Qwen/Qwen3-8B --input others.jsonl --output conversations.jsonl --server http://host:8000/v1
+python prepare_data.py convert --gguf model.gguf --output models/target
 python prepare_data.py pack conversations.jsonl --target Qwen/Qwen3-8B --output data/train --heldout 200
 python prepare_data.py inspect data/train --document 0
 """
@@ -15,10 +18,73 @@ from common.config import UserError, run_script
 def main(argv):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add_command in (add_pack, add_inspect):
+    for add_command in (add_synthesize, add_regenerate, add_convert, add_pack, add_inspect):
         add_command(commands)
     arguments = parser.parse_args(argv)
     return arguments.run(arguments)
+
+
+def add_synthesize(commands):
+    command = add_writing(commands, "synthesize", run_synthesize, "the target writes conversations, the users' turns too")
+    command.add_argument("--num", type=positive, required=True, help="conversations that pass the filters")
+    command.add_argument("--turns", type=positive, default=1, help="questions and answers per conversation")
+    command.add_argument("--system", help="system message of every conversation")
+    command.add_argument("--topics", metavar="FILE", help="a topic a line; the users are told to write about them")
+    command.add_argument("--max-user-tokens", type=positive, default=128, help="of a user's turn")
+
+
+def run_synthesize(arguments):
+    print(json.dumps(open_job(arguments).synthesize(arguments.num, arguments.turns, arguments.topics)))
+
+
+def add_regenerate(commands):
+    command = add_writing(commands, "regenerate", run_regenerate, "the target answers the users' turns of given conversations anew")
+    command.add_argument("--input", required=True, help="JSONL file, .gz too, in any of pack's shapes")
+
+
+def run_regenerate(arguments):
+    print(json.dumps(open_job(arguments).regenerate(arguments.input)))
+
+
+def add_writing(commands, name, run, purpose):
+    command = commands.add_parser(name, help=purpose)
+    command.add_argument("--target", required=True, help="folder or hub id of the target")
+    command.add_argument("--output", required=True, help="JSONL file that rows are appended to; started again, a run goes on where it was")
+    command.add_argument("--answers", choices=("greedy", "sampled"), default="greedy")
+    command.add_argument("--temperature", type=float, default=1.0, help="of everything sampled")
+    command.add_argument("--top-p", type=float, default=0.95, help="of everything sampled")
+    command.add_argument("--max-tokens", type=positive, default=1024, help="of an answer")
+    command.add_argument("--keep", nargs="+", choices=("cut", "loop", "duplicate"), default=(), help="flawed rows that stay in the output")
+    command.add_argument("--chat-template-kwargs", type=json_object, default={}, help="JSON, e.g. '{\"enable_thinking\": false}'")
+    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--server", metavar="URL", help="write through vLLM, SGLang or llama.cpp, e.g. http://host:8000/v1")
+    command.add_argument("--concurrency", type=positive, default=64, help="conversations at a time with --server")
+    command.add_argument("--batch-size", type=positive, default=256, help="conversations at a time without; more is faster while they fit")
+    command.add_argument("--device", help="without --server; default: cuda if there is one")
+    command.set_defaults(run=run)
+    return command
+
+
+def open_job(arguments):
+    from common.writer import Job
+
+    what = ("run", "num", "turns", "topics", "input")
+    return Job.open(**{name: value for name, value in vars(arguments).items() if name not in what})
+
+
+def add_convert(commands):
+    command = commands.add_parser("convert", help="a GGUF file to a folder of safetensors that everything here reads")
+    command.add_argument("--gguf", required=True, metavar="FILE")
+    command.add_argument("--output", required=True, help="folder to write")
+    command.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    command.set_defaults(run=run_convert)
+
+
+def run_convert(arguments):
+    from common.writer import convert_gguf
+
+    convert_gguf(arguments.gguf, arguments.output, arguments.dtype)
+    print(f"{arguments.output}: written; its logits equal those of {arguments.gguf}")
 
 
 def add_pack(commands):

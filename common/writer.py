@@ -45,6 +45,10 @@ class Sampling:
     top_p: float
     max_tokens: int
 
+    def __post_init__(self):
+        if self.temperature < 0 or not 0 < self.top_p <= 1:
+            raise UserError(f"--temperature {self.temperature} must be 0 or more, --top-p {self.top_p} above 0 and at most 1")
+
 
 @dataclass(frozen=True)
 class Request:
@@ -423,14 +427,16 @@ class Job:
     output: Output
 
     @classmethod
-    def open(cls, target, output, answer, question=None, system=None, seed=0, template_kwargs=None, keep=(), server=None, concurrency=64,
-             batch_size=256, device=None):  # fmt: skip
+    def open(cls, target, output, answers, temperature, top_p, max_tokens, keep, chat_template_kwargs, seed, server, concurrency, batch_size,
+             device, max_user_tokens=None, system=None):  # fmt: skip
+        """Everything is checked before the weights are loaded."""
         folder = resolve(target)
-        chat = Chat(load_tokenizer(folder), template_kwargs)
-        spec = read_spec(folder)
+        chat, spec = Chat(load_tokenizer(folder), chat_template_kwargs), read_spec(folder)
+        answer = Sampling(*((temperature, top_p) if answers == "sampled" else (0.0, 1.0)), max_tokens)
+        question = Sampling(temperature, top_p, max_user_tokens) if max_user_tokens else None
         settings = {
             "target": spec.fingerprint, "seed": seed, "answer": asdict(answer), "question": question and asdict(question), "system": system,
-            "chat_template_kwargs": chat.template_kwargs, "keep": sorted(keep),
+            "chat_template_kwargs": chat_template_kwargs, "keep": sorted(keep),
         }  # fmt: skip
         opened = Output(output, settings, chat.tokenizer, keep)
         if server:
@@ -439,15 +445,16 @@ class Job:
             engine = LocalEngine(folder, chat.tokenizer, spec.eos_token_ids[0], batch_size, device)
         return cls(engine, Script(chat, spec, seed, answer, question, system), opened)
 
-    def synthesize(self, num, turns=1, topics=()):
+    def synthesize(self, num, turns=1, topics=None):
         """Have the target write until `num` conversations are kept; for those that the filters reject others follow under further ids.
 
         Raises: UserError when a whole round is rejected.
         """
         begun, output = 0, self.output
+        topics = _topics(topics) if topics else [None]
         while (missing := num - sum(f"{i:08d}" in output.kept for i in range(begun))) > 0:
             ids = [f"{i:08d}" for i in range(begun, begun + missing)]
-            about = [topics[i % len(topics)] if topics else None for i in range(begun, begun + missing)]
+            about = [topics[i % len(topics)] for i in range(begun, begun + missing)]
             self._run([(i, self.script.synthesize(i, turns, topic)) for i, topic in zip(ids, about, strict=True)])
             if output.kept.isdisjoint(ids):
                 raise UserError(
@@ -459,6 +466,8 @@ class Job:
     def regenerate(self, path):
         """Answer the users' turns of a JSONL file's conversations anew."""
         given = []
+        if not Path(path).is_file():
+            raise UserError(f"--input {path}: no such file")
         for number, (_, _, line) in enumerate(read_lines(path), 1):
             row = parse(line)
             row_id = str(row.get("id", number)) if isinstance(row, dict) else str(number)
@@ -480,6 +489,15 @@ class Job:
                 tokens += sum(row["tokens"] for _, row in outcomes if not isinstance(row, Rejected))
                 bar.set_postfix_str(f"{tokens / (time.monotonic() - begun_s):,.0f} tokens/s, {self.output.summary()}")
                 bar.update(len(outcomes))
+
+
+def _topics(path):
+    if not Path(path).is_file():
+        raise UserError(f"--topics {path}: no such file; it holds a topic a line")
+    topics = [line.strip() for line in Path(path).read_text().splitlines() if line.strip()]
+    if not topics:
+        raise UserError(f"--topics {path} is empty; it holds a topic a line")
+    return topics
 
 
 def _to_answer(row):
