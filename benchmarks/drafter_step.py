@@ -1,0 +1,282 @@
+"""The drafter's step, forward and backward with the head's loss, without the optimiser, at the Qwen3-8B shape.
+
+    python benchmarks/drafter_step.py [--tiny] [--profile] [--check] [--sweep]
+
+--profile adds where the step's time goes, by class of kernel; --check compares loss and gradients with the float32 twin on fresh rows
+and runs 200 packets that may neither wait for the device nor compile; --sweep times the attention kernels alone, over their options.
+"""
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks import measure
+from common import attention, kernels, objective
+from common.config import ObjectiveConfig
+from common.drafter import Drafter
+from common.drafter_files import FULL, SLIDING, DrafterSpec
+from common.packet import Row
+from common.target_files import Vocabulary
+
+SPEC = DrafterSpec(
+    hidden_size=4096, intermediate_size=12288, layers=5, heads=32, kv_heads=8, head_dim=128, layer_types=(FULL,) * 5, window=None,
+    block_size=16, mask_token_id=151669, taps=(1, 9, 17, 25, 33), target_layers=36, vocab_size=151936, rms_norm_eps=1e-6, rope_theta=1e6,
+    rope_scaling=None, max_position_embeddings=40960, attention_bias=False, initializer_range=0.02, bos_token_id=151643,
+    eos_token_ids=(151645,),
+)  # fmt: skip
+TINY = dataclasses.replace(
+    SPEC, hidden_size=32, intermediate_size=48, layers=2, heads=4, kv_heads=2, head_dim=8, layer_types=(FULL,) * 2, block_size=4,
+    taps=(0, 2), vocab_size=97, mask_token_id=96,
+)  # fmt: skip
+CASES = {"full": [(3072, 1, 512), (12288, 4, 2048)], "tiny": [(128, 1, 32), (256, 4, 64)]}
+KERNEL_CLASSES = {  # the first class with a matching part of the kernel's name
+    "attention": ("flex_attention", "_attention"),
+    "head": ("cross_entropy",),
+    "matrix products": ("gemm", "nvjet", "cutlass", "cublas"),
+    "copies and fills": ("Memcpy", "Memset", "copy", "fill"),
+    "pointwise": ("triton_", "elementwise", "reduce", "vectorized"),
+}
+
+
+def useful_flop(spec, row_tokens, anchors, visible_pairs):
+    """{part: FLOP} of a step, nothing recomputed: three products per matrix (forward, two gradients), two per row of the frozen head.
+
+    Attention counts what torch's FlopCounterMode counts for flash attention (its backward 2.5 forwards) over the visible pairs alone.
+    The gradient of the features counts although nobody asks for it, so that figures compare with those of other trainers (0.7%).
+    """
+    D, T, Q = spec.hidden_size, row_tokens, anchors * spec.block_size
+    query, key = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    layer = 2 * D * (T * 2 * key + Q * (2 * query + 2 * key + 3 * spec.intermediate_size))
+    return {
+        "matrices": 3 * (2 * T * len(spec.taps) * D * D + spec.layers * layer),
+        "attention": int(3.5 * 4 * query * visible_pairs) * spec.layers,
+        "head": 2 * 2 * anchors * (spec.block_size - 1) * spec.vocab_size * D,
+    }
+
+
+def visible_pairs(blocks, spec):
+    """Visible (query, key) pairs of a packet in a full layer."""
+    context = (blocks.anchor_A - blocks.lo_A)[blocks.keep_A].sum().item()
+    return spec.block_size * (context + spec.block_size * int(blocks.keep_A.sum()))
+
+
+def random_row(generator, row_tokens, documents, vocab_size, even=True):
+    """A row of random tokens, fully supervised: documents of equal length, or of random ones with random unsupervised tokens."""
+    if even:
+        starts = np.arange(documents) * (row_tokens // documents)
+    else:
+        starts = np.sort(np.append(0, 1 + generator.choice(row_tokens - 1, documents - 1, replace=False)))
+    index = np.arange(row_tokens)
+    loss_mask = np.ones(row_tokens, np.uint8) if even else (generator.random(row_tokens) < 0.9).astype(np.uint8)
+    document_start = starts[np.searchsorted(starts, index, side="right") - 1].astype(np.int32)
+    return Row(generator.integers(0, vocab_size, row_tokens).astype(np.int32), document_start, loss_mask, row_tokens, documents)
+
+
+def build_blocks(spec, row, anchors, number=0):
+    """A packet's blocks with their mask plan, on the host."""
+    anchor, keep = objective.draw_anchors(row, anchors, seed=0, number=number)
+    blocks = objective.build_blocks(row, anchor, keep, spec.block_size, spec.mask_token_id)
+    mask_spec = attention.MaskSpec(len(row.tokens), anchors, spec.block_size)
+    blocks.mask = attention.plan(mask_spec, anchor, blocks.lo_A.numpy(), keep, spec.window)
+    return blocks
+
+
+class Step:
+    """A drafter of random weights with a random vocabulary, and its forward and backward on one packet."""
+
+    def __init__(self, spec, dtype, device, compiled=True, seed=0):
+        self.spec, self.device = spec, device
+        generator = torch.Generator(device).manual_seed(seed)
+        draw = {"generator": generator, "device": device, "dtype": dtype}
+        self.model = Drafter(spec, dtype, device)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.normal_(0, 0.02, generator=generator) if parameter.dim() > 1 else parameter.fill_(1.0)
+        embedding, head = (torch.randn(spec.vocab_size, spec.hidden_size, **draw).mul_(0.02) for _ in range(2))
+        self.vocabulary = Vocabulary(embedding, head, 1.0, None)
+        self.draw = lambda rows: torch.randn(rows, len(spec.taps) * spec.hidden_size, **draw)
+        self.forward = kernels.handle("drafter", self._run, device, (id(self),)) if compiled else self._run
+
+    def _run(self, *inputs):
+        return self.model(*inputs)
+
+    def __call__(self, features, blocks, head="fused"):
+        self.model.zero_grad(set_to_none=True)
+        embeddings = self.vocabulary.embed(blocks.tokens_AK)
+        hidden = self.forward(embeddings, blocks.positions_AK, features, blocks.context_positions_T, blocks.mask)
+        result = objective.loss(hidden, self.vocabulary, blocks, ObjectiveConfig(head=head))
+        result.loss_sum.backward()
+        return result
+
+    def gradients(self):
+        return {name: parameter.grad.float() for name, parameter in self.model.named_parameters()}
+
+
+def measure_case(spec, dtype, device, case, ceiling, repeats, profile):
+    row_tokens, documents, anchors = case
+    step = Step(spec, dtype, device)
+    blocks = build_blocks(spec, random_row(np.random.default_rng(0), row_tokens, documents, spec.vocab_size), anchors)
+    flop = useful_flop(spec, row_tokens, anchors, visible_pairs(blocks, spec))
+    features, blocks = step.draw(row_tokens), blocks.to(device)
+    times = measure.timed(lambda: step(features, blocks), device, repeats=repeats)
+    tflops = measure.tflops(sum(flop.values()), times)
+    measure.report(
+        device,
+        benchmark="drafter_step",
+        row_tokens=row_tokens,
+        documents=documents,
+        anchors=anchors,
+        **times._asdict(),
+        ktok_per_s=row_tokens / times.median_ms,
+        useful_tflop=sum(flop.values()) / 1e12,
+        tflops=tflops,
+        share_of_ceiling=tflops / ceiling,
+        ceiling_tflops=ceiling,
+        peak_gib=measure.peak_gib(lambda: step(features, blocks), device),
+        compiles=kernels.stats()["compiles"],
+    )
+    if profile:
+        report_profile(lambda: step(features, blocks), device, case)
+
+
+def report_profile(function, device, case, steps=3, top=25):
+    """Where a step's time goes: per class of kernel, then the kernels that take the most."""
+    activities = [torch.profiler.ProfilerActivity.CUDA if device.type == "cuda" else torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profiler:
+        for _ in range(steps):
+            function()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    totals, rows = dict.fromkeys((*KERNEL_CLASSES, "other"), 0.0), []
+    for event in profiler.key_averages():
+        time_ms = (event.self_device_time_total if device.type == "cuda" else event.self_cpu_time_total) / 1e3 / steps
+        kind = next((k for k, parts in KERNEL_CLASSES.items() if any(p in event.key for p in parts)), "other")
+        totals[kind] += time_ms
+        rows.append((time_ms, event.count // steps, kind, event.key[:110]))
+    measure.report(device, benchmark="drafter_step_profile", row_tokens=case[0], **{f"{k} ms": v for k, v in totals.items()})
+    for time_ms, count, kind, name in sorted(rows, reverse=True)[:top]:
+        print(f"{time_ms:9.3f} ms {count:5d}x  {kind:16s} {name}", flush=True)
+
+
+def check(device, tiny):
+    """Loss and every gradient of the fast step against the slow twin in float32; then 200 packets without a wait or a compile."""
+    spec = dataclasses.replace(TINY if tiny else SPEC, layers=2, taps=(0, 2), layer_types=(FULL, SLIDING), window=80)
+    if not tiny:
+        spec = dataclasses.replace(spec, hidden_size=1024, intermediate_size=1536, heads=8, kv_heads=2, vocab_size=4096, mask_token_id=4095)
+    row_tokens, anchors = CASES["tiny" if tiny else "full"][0][::2]
+    generator = np.random.default_rng()
+    for dtype in (torch.float32, torch.bfloat16):
+        fast, slow = Step(spec, dtype, device), Step(spec, torch.float32, torch.device(device), compiled=False)
+        slow.model.load_state_dict(fast.model.state_dict())
+        slow.vocabulary = Vocabulary(fast.vocabulary.embedding.float(), fast.vocabulary.head.float(), 1.0, None)
+        row = random_row(generator, row_tokens, 7, spec.vocab_size, even=False)
+        blocks, features = build_blocks(spec, row, anchors).to(device), fast.draw(row_tokens)
+        dense = dataclasses.replace(blocks, mask=blocks.mask._replace(full_tiles=None, sliding_tiles=None))
+        losses = fast(features, blocks).loss_sum.item(), slow(features.float(), dense, head="checkpoint").loss_sum.item()
+        truth = slow.gradients()
+        errors = {name: ((g - truth[name]).norm() / truth[name].norm()).item() for name, g in fast.gradients().items()}
+        worst = max(errors, key=errors.get)
+        error = abs(losses[0] - losses[1]) / losses[1]
+        good = max(error, errors[worst]) < (1e-3 if dtype == torch.float32 else 3e-2)
+        measure.report(
+            device, benchmark="drafter_step_check", dtype=str(dtype), loss_error=error, worst=worst, error=errors[worst], good=good
+        )
+    steady(fast, device, generator, row_tokens, anchors, packets=5 if tiny else 200)
+
+
+def steady(step, device, generator, row_tokens, anchors, packets):
+    """Fresh packets of random documents and supervised counts: no wait for the device, no compile, memory flat."""
+    features, before = step.draw(row_tokens), kernels.stats()["compiles"]
+    reserved = []
+    for number in range(packets):
+        row = random_row(generator, row_tokens, int(generator.integers(1, 20)), step.spec.vocab_size, even=False)
+        row.loss_mask[int(generator.integers(0, row_tokens)) :] = 0
+        blocks = build_blocks(step.spec, row, anchors, number).to(device)
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("error")
+        step(features, blocks)
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+            reserved.append(torch.cuda.memory_reserved(device))
+    growth = (reserved[-1] - reserved[len(reserved) // 4]) / 2**30 if reserved else 0.0
+    measure.report(
+        device, benchmark="drafter_step_steady", packets=packets, compiles=kernels.stats()["compiles"] - before, reserved_growth_gib=growth
+    )
+
+
+def sweep(device, tiny, repeats):
+    """Times of the attention alone, forward and backward, per layer of the 8B shape, over the options of the flex kernels."""
+    spec, (row_tokens, documents, anchors) = (TINY, CASES["tiny"][0]) if tiny else (SPEC, CASES["full"][0])
+    dtype = torch.float32 if tiny else torch.bfloat16
+    blocks = build_blocks(spec, random_row(np.random.default_rng(0), row_tokens, documents, spec.vocab_size), anchors)
+    flop = useful_flop(spec, row_tokens, anchors, visible_pairs(blocks, spec))["attention"] / 3.5 / spec.layers
+    blocks = blocks.to(device)
+    draw = lambda rows, heads: torch.randn(rows, heads, spec.head_dim, device=device, dtype=dtype, requires_grad=True)  # noqa: E731
+    queries = anchors * spec.block_size
+    inputs = [draw(queries, spec.heads), *(draw(rows, spec.kv_heads) for rows in (row_tokens, row_tokens, queries, queries))]
+    out_gradient = torch.randn_like(inputs[0])
+    mask_spec = attention.MaskSpec(row_tokens, anchors, spec.block_size)
+    best = {}
+    forward = [
+        ("fwd", m, n, w, s) for m, n, w, s in [(128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3), (64, 128, 4, 3), (128, 64, 4, 3)]
+    ]
+    backward = [
+        ("bwd", *c)
+        for c in [
+            (32, 128, 128, 32, 4, 3),
+            (64, 128, 128, 64, 8, 3),
+            (64, 128, 128, 64, 8, 2),
+            (64, 64, 64, 64, 4, 3),
+            (64, 128, 128, 64, 4, 2),
+        ]
+    ]
+    for kind, *tiles, warps, stages in [forward[0], *backward] if tiny else forward + backward:
+        names = ("BLOCK_M", "BLOCK_N") if kind == "fwd" else ("BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2")
+        options = dict(zip((*names, "num_warps", "num_stages"), (*tiles, warps, stages), strict=True))
+        attention.KERNEL_OPTIONS = {f"{kind}_{name}": value for name, value in options.items()}
+
+        def attend(query, context_key, context_value, block_key, block_value, plan):
+            mask = attention.mask_of(mask_spec, plan, None)
+            return attention.attend(query, (context_key, context_value), (block_key, block_value), mask)
+
+        kernel = kernels.handle("attention", attend, device, (kind, *options.values()))
+        try:
+            out = kernel(*inputs, blocks.mask)
+            if kind == "fwd":
+                times = measure.timed(lambda kernel=kernel: kernel(*inputs, blocks.mask), device, repeats=repeats)
+            else:
+                gradient = lambda out=out: torch.autograd.grad(out, inputs, out_gradient, retain_graph=True)  # noqa: E731
+                times = measure.timed(gradient, device, repeats=repeats)
+        except Exception as error:  # an option that does not fit the chip is an answer, too
+            measure.report(device, benchmark="attention_sweep", kind=kind, **options, error=f"{type(error).__name__}: {error}"[:200])
+            continue
+        tflops = measure.tflops(flop * (1 if kind == "fwd" else 2.5), times)
+        best[kind] = max(best.get(kind, (0, {})), (tflops, options), key=lambda pair: pair[0])
+        measure.report(device, benchmark="attention_sweep", kind=kind, **options, **times._asdict(), useful_tflops=tflops)
+    for kind, (tflops, options) in best.items():
+        measure.report(device, benchmark="attention_sweep_best", kind=kind, useful_tflops=tflops, options=options)
+
+
+def main(arguments):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for flag in ("tiny", "profile", "check", "sweep"):
+        parser.add_argument(f"--{flag}", action="store_true")
+    asked = parser.parse_args(arguments)
+    device = measure.device_of(asked.tiny)
+    spec, dtype, repeats = (TINY, torch.float32, 2) if asked.tiny else (SPEC, torch.bfloat16, 10)
+    ceiling = measure.ceiling_tflops(device, dtype, 128 if asked.tiny else 8192)
+    for case in CASES["tiny" if asked.tiny else "full"]:
+        measure_case(spec, dtype, device, case, ceiling, repeats, asked.profile)
+    if asked.check:
+        check(device, asked.tiny)
+    if asked.sweep:
+        sweep(device, asked.tiny, repeats)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

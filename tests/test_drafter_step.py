@@ -1,0 +1,54 @@
+"""The drafter's benchmark: its useful work must be what torch counts, or every share of the ceiling is wrong."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks import drafter_step
+
+
+def test_useful_work_equals_torchs_count():
+    """Counted on the path of plain products, where all pairs are computed and attention's backward costs two forwards."""
+    spec, anchors, row_tokens = drafter_step.TINY, 8, 24
+    step = drafter_step.Step(spec, torch.float32, torch.device("cpu"))
+    row = drafter_step.random_row(np.random.default_rng(0), row_tokens, 1, spec.vocab_size)
+    blocks, features = drafter_step.build_blocks(spec, row, anchors), step.draw(row_tokens).requires_grad_()
+    queries = anchors * spec.block_size
+    flop = drafter_step.useful_flop(spec, row_tokens, anchors, queries * (row_tokens + queries))
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        step(features, blocks)
+    assert counter.get_total_flops() == flop["matrices"] + flop["head"] + flop["attention"] * 3 // 3.5
+
+
+def test_useful_work_of_the_8b_row_is_the_published_figure():
+    spec, row_tokens, anchors = drafter_step.SPEC, 3072, 512
+    row = drafter_step.random_row(np.random.default_rng(0), row_tokens, 1, spec.vocab_size)
+    blocks = drafter_step.build_blocks(spec, row, anchors)
+    flop = drafter_step.useful_flop(spec, row_tokens, anchors, drafter_step.visible_pairs(blocks, spec))
+    assert sum(flop.values()) / 1e12 == pytest.approx(72.5, abs=0.2)
+    dense = drafter_step.attention.dense_mask(drafter_step.attention.MaskSpec(64, 8, 4), *small_row()).sum()
+    assert dense == drafter_step.visible_pairs(small_blocks(), dataclasses.replace(spec, block_size=4))
+
+
+def small_blocks():
+    row = drafter_step.random_row(np.random.default_rng(1), 64, 3, 97, even=False)
+    return drafter_step.build_blocks(drafter_step.TINY, row, 8)
+
+
+def small_row():
+    blocks = small_blocks()
+    return blocks.anchor_A, blocks.lo_A, blocks.keep_A
+
+
+def test_every_mode_runs_tiny(capsys):
+    drafter_step.main(["--tiny", "--check", "--sweep", "--profile"])
+    cases = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    by_name = {case["benchmark"]: case for case in cases}
+    assert {"row_tokens", "median_ms", "ktok_per_s", "tflops", "share_of_ceiling", "peak_gib", "compiles"} <= set(by_name["drafter_step"])
+    assert all(case["good"] for case in cases if case["benchmark"] == "drafter_step_check")
+    assert by_name["attention_sweep_best"]["options"]
