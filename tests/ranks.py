@@ -7,7 +7,6 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -31,7 +30,8 @@ class Job:
         self._log = Path(self._folder.name) / "output"
         variables = {"OMP_NUM_THREADS": "1"}
         if ranks > 1:
-            variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
+            variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._host_store()), "WORLD_SIZE": str(ranks)}
+            variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
         self.processes = [
             context.Process(target=_job_main, args=(rank, variables, script, list(map(str, arguments)), sabotage, self._log))
             for rank in range(ranks)
@@ -47,6 +47,13 @@ class Job:
             process.kill()
             process.join()
         self._folder.cleanup()
+
+    def _host_store(self):
+        """The rendezvous store lives here, as it does in torchrun's agent: it outlives every rank."""
+        import torch.distributed
+
+        self._store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        return self._store.port
 
     @property
     def output(self):
@@ -69,12 +76,6 @@ class Job:
             assert time.monotonic() < deadline, f"still waiting after {timeout_s} s\n{self.output[-4000:]}"
             assert any(process.is_alive() for process in self.processes), f"the job has ended\n{self.output[-4000:]}"
             time.sleep(0.02)
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def run_ranks(worker, ranks, *args, timeout_s=60):
