@@ -247,7 +247,8 @@ def _any_of(texts):
 
 
 def _arrays(encoding):
-    return np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int64).reshape(-1, 2)
+    flat = itertools.chain.from_iterable(encoding.offsets)  # several times faster than an array of tuples
+    return np.array(encoding.ids, np.int32), np.fromiter(flat, np.int64, 2 * len(encoding)).reshape(-1, 2)
 
 
 def _mask(text, offsets, spans):
@@ -293,12 +294,12 @@ def pack(inputs, target, output, max_tokens=None, heldout=0, heldout_output=None
     for path in inputs:
         if path != "-" and not Path(path).is_file():
             raise UserError(f"{path}: no such file")
-    chat = Chat(load_tokenizer(target), template_kwargs)
+    chat, file = Chat(load_tokenizer(target), template_kwargs), Path(target) / "tokenizer.json"
     counts, rejects = {"lines": 0, "accepted": 0, "rejected": 0, "truncated": 0}, {}
     meta = {
         "target": str(Path(target).resolve() if Path(target).is_dir() else target),
         "vocab_size": max(chat.tokenizer.get_vocab().values()) + 1,
-        "vocabulary_digest": vocabulary_digest(chat.backend.to_str()),
+        "vocabulary_digest": vocabulary_digest(file.read_text() if file.is_file() else chat.backend.to_str()),
         "template_digest": digest(chat.template),
         "chat_template_kwargs": chat.template_kwargs,
         "max_tokens": max_tokens,

@@ -62,11 +62,15 @@ class StoreWriter:
     """
 
     def __init__(self, folder, meta):
-        self.folder, self.meta = Path(folder), meta
+        self.folder, self.meta = Path(folder).resolve(), meta
         if self.folder.exists() and not (self.folder / "meta.json").is_file() and (self.folder.is_file() or any(self.folder.iterdir())):
             raise UserError(f"{folder} exists and is not a token store: it will not be overwritten; name another folder")
         self.temporary = self.folder.with_name(f".{self.folder.name}.{os.getpid()}.partial")
-        self.temporary.mkdir(parents=True)
+        shutil.rmtree(self.temporary, ignore_errors=True)
+        try:
+            self.temporary.mkdir(parents=True)
+        except OSError as error:
+            raise UserError(f"{folder} cannot be written ({error.strerror}); name another folder") from None
         self.tokens, self.mask = _File(self.temporary / "tokens.bin"), _File(self.temporary / "mask.bin")
         self.offsets, self.sources, self.source_names, self.supervised = array("q", [0]), array("H"), {}, 0
         self._used = np.zeros(0, bool)  # by token id
@@ -135,7 +139,7 @@ class TokenStore:
             )
         try:
             store._read(folder)
-        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
             raise UserError(f"token store {folder} is damaged ({error!r}); pack it again") from None
         store.folder = folder
         return store
@@ -149,6 +153,8 @@ class TokenStore:
         documents, tokens = meta["documents"], meta["tokens"]
         if type(documents) is not int or type(tokens) is not int or not 0 < documents <= tokens:
             raise ValueError(f"documents={documents!r} tokens={tokens!r}")
+        if not isinstance(meta["source_names"], list) or type(meta.get("vocab_size", 1)) is not int:
+            raise ValueError("source_names or vocab_size of a wrong type")
         counts = {"tokens": tokens, "mask": tokens, "offsets": documents + 1, "sources": documents}
         arrays = {}
         for name, dtype in FILES.items():
@@ -163,8 +169,9 @@ class TokenStore:
         if offsets[0] != 0 or offsets[-1] != tokens or self.lengths.min() < 1 or sources.max() >= len(meta["source_names"]):
             raise ValueError("offsets or sources out of range")
         self.meta, self.fingerprint, self.source_names = meta, meta["fingerprint"], meta["source_names"]
-        self._used = np.frombuffer(bytes.fromhex(meta["used_ids"]), np.uint8)
-        self.source_of, self._arrays, self._limit = sources, arrays, meta.get("vocab_size") or np.iinfo(np.int32).max
+        self._used = np.unpackbits(np.frombuffer(bytes.fromhex(meta["used_ids"]), np.uint8))
+        self._highest = int(np.flatnonzero(self._used)[-1])
+        self.source_of, self._arrays = sources, arrays
 
     def __len__(self):
         return len(self.lengths)
@@ -175,12 +182,14 @@ class TokenStore:
         Raises: UserError naming both.
         """
         tokenizer, packed_for = Path(folder) / "tokenizer.json", self.meta.get("target", "another target")
-        advice = f"pack it again with --target {folder}"
-        if self._limit > vocab_size and self.meta.get("vocab_size"):
-            raise UserError(f"{self.folder} holds ids below {self._limit} (packed for {packed_for}), {folder} has {vocab_size}; {advice}")
         wanted = self.meta.get("vocabulary_digest")
-        if wanted and tokenizer.is_file() and vocabulary_digest(tokenizer.read_text()) != wanted:
-            raise UserError(f"{self.folder} was packed with the tokenizer of {packed_for}, which is not {folder}'s; {advice}")
+        if self._highest >= vocab_size:
+            what = f"holds token {self._highest}, but the embedding of {folder} has {vocab_size} rows"
+        elif wanted and tokenizer.is_file() and vocabulary_digest(tokenizer.read_text()) != wanted:
+            what = f"was packed with another tokenizer than that of {folder}"
+        else:
+            return
+        raise UserError(f"{self.folder} {what} (it was packed for {packed_for}); pack it again with --target {folder}")
 
     def describe(self):
         """The store in a few lines: counts, sources, a histogram of document lengths."""
@@ -197,13 +206,13 @@ class TokenStore:
 
     def contains(self, token):
         """Whether a token id occurs anywhere in the store."""
-        return bool(np.unpackbits(self._used)[token : token + 1].any())
+        return bool(self._used[token : token + 1].any())
 
     def document(self, i):
         """Token ids int32[n] and loss mask uint8[n] of document i."""
         begin, end = self._arrays["offsets"][i], self._arrays["offsets"][i + 1]
         ids, mask = np.array(self._arrays["tokens"][begin:end]), np.array(self._arrays["mask"][begin:end])
-        if ids.min() < 0 or ids.max() >= self._limit or mask.max() > 1:
+        if ids.min() < 0 or ids.max() > self._highest or mask.max() > 1:
             raise UserError(f"token store {self.folder}, document {i}: ids or mask out of range; the files are damaged, pack it again")
         return ids, mask
 

@@ -1,0 +1,324 @@
+"""The store, its rows and the deal: what is read once per epoch, by whom, and what happens to a damaged file."""
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from common import tokens
+from common.config import UserError, digest
+from common.packet import EMPTY_ROW
+from common.tokens import TRAIN, VALIDATE, Deal, Item, RowLoader, StoreWriter, TokenStore, pack_rows, serving_target
+
+META = {"vocab_size": 1000, "target": "a/b"}
+
+
+def write_store(folder, lengths=(5, 3, 8), seed=0):
+    draw = np.random.default_rng(seed)
+    with StoreWriter(folder, dict(META)) as writer:
+        for i, length in enumerate(lengths):
+            writer.add(draw.integers(0, 999, length), draw.integers(0, 2, length), source=f"s{i % 2}")
+    return folder
+
+
+def first_fit_decreasing(lengths, room):
+    """How many rows the textbook's loop over rows needs."""
+    rows = []
+    for length in sorted(lengths, reverse=True):
+        for i, left in enumerate(rows):
+            if left >= length:
+                rows[i] -= length
+                break
+        else:
+            rows.append(room - length)
+    return len(rows)
+
+
+def test_a_store_gives_back_what_was_written(tmp_path):
+    """A token or mask bit that moves on its way to disk is a wrong label."""
+    draw = np.random.default_rng(0)
+    written = [(draw.integers(0, 999, n), draw.integers(0, 2, n)) for n in (1, 7, 300, 2)]
+    with StoreWriter(tmp_path / "store", META | {"note": "kept"}) as writer:
+        for i, (ids, mask) in enumerate(written):
+            writer.add(ids, mask, source="ab"[i % 2])
+    store = TokenStore.open(tmp_path / "store")
+    for i, (ids, mask) in enumerate(written):
+        assert store.document(i)[0].tolist() == ids.tolist()
+        assert store.document(i)[1].tolist() == mask.tolist()
+    assert store.lengths.tolist() == [1, 7, 300, 2]
+    assert [store.source_names[s] for s in store.source_of] == ["a", "b", "a", "b"]
+    assert store.meta["note"] == "kept" and store.meta["tokens"] == 310
+    assert store.meta["supervised_tokens"] == sum(int(mask.sum()) for _, mask in written)
+    assert [p.name for p in tmp_path.iterdir()] == ["store"]
+
+
+def test_equal_data_have_equal_fingerprints(tmp_path):
+    """Ranks compare fingerprints: two copies of one store must agree, and one other token must show."""
+    one, same, other = (TokenStore.open(write_store(tmp_path / n, seed=s)).fingerprint for n, s in (("a", 0), ("b", 0), ("c", 1)))
+    assert one == same != other
+
+
+def test_an_interrupted_pack_leaves_the_old_store(tmp_path):
+    """Stopping a long pack half way must neither lose the store that was there nor leave half of one."""
+    before = TokenStore.open(write_store(tmp_path / "store")).fingerprint
+    with pytest.raises(KeyboardInterrupt), StoreWriter(tmp_path / "store", dict(META)) as writer:
+        writer.add([1, 2], [0, 1])
+        raise KeyboardInterrupt
+    assert TokenStore.open(tmp_path / "store").fingerprint == before
+    assert [p.name for p in tmp_path.iterdir()] == ["store"]
+    write_store(tmp_path / "store", seed=1)
+    assert TokenStore.open(tmp_path / "store").fingerprint != before
+
+
+def test_a_folder_of_something_else_is_not_replaced(tmp_path):
+    """`--output .` must not delete the user's work."""
+    (tmp_path / "thesis.tex").write_text("years")
+    for folder in (tmp_path, tmp_path / "thesis.tex", tmp_path / "thesis.tex" / "store"):
+        with pytest.raises(UserError, match="name another folder"):
+            StoreWriter(folder, {})
+    assert (tmp_path / "thesis.tex").read_text() == "years"
+
+
+@pytest.mark.parametrize(("ids", "mask"), [([1000], [1]), ([-1], [1]), ([], []), ([1, 2], [1]), ([1], [2]), ([[1]], [[1]])])
+def test_a_document_that_cannot_be_trained_on_is_refused(tmp_path, ids, mask):
+    """An id beyond the embedding would surface hours later as a CUDA assertion."""
+    with pytest.raises(UserError), StoreWriter(tmp_path / "store", META) as writer:
+        writer.add(ids, mask)
+
+
+def test_damage_is_found_when_the_store_is_opened_or_read(tmp_path):
+    """A cut copy, a flipped bit or a forged meta.json ends in a sentence, and never in memory asked for on its word."""
+    folder = write_store(tmp_path / "store", lengths=range(1, 40))
+    pristine = {path.name: path.read_bytes() for path in folder.iterdir()}
+    originals = [TokenStore.open(folder).document(i) for i in range(39)]
+    draw = np.random.default_rng(0)
+    found = Counter()
+    for _ in range(400):
+        name = str(draw.choice(list(pristine)))
+        data = bytearray(pristine[name])
+        match draw.integers(3):
+            case 0:
+                data[draw.integers(len(data))] ^= 1 << draw.integers(8)
+            case 1:
+                data = data[: draw.integers(len(data))]
+            case 2:
+                data += bytes(int(draw.integers(1, 50)))
+        (folder / name).write_bytes(bytes(data))
+        try:
+            store = TokenStore.open(folder)
+            documents = [store.document(i) for i in range(len(store))]
+            same = all((a == b).all() for one, two in zip(documents, originals, strict=True) for a, b in zip(one, two, strict=True))
+            found["unseen" if not same else "harmless"] += 1
+            assert same or name in ("tokens.bin", "mask.bin")  # a token that became another valid token is beyond an index check
+        except UserError:
+            found["refused"] += 1
+        (folder / name).write_bytes(pristine[name])
+    assert found["refused"] > 300
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"documents": 2**60, "tokens": 2**62},
+        {"documents": 0, "tokens": 0},
+        {"documents": -1},
+        {"documents": "3"},
+        {"documents": 1e400},
+        {"tokens": True},
+        {"source_names": 5},
+        {"source_names": []},
+        {"vocab_size": "many"},
+        {"used_ids": ""},
+        {"used_ids": "no hex"},
+        {"version": 2},
+    ],
+    ids=str,
+)
+def test_a_forged_meta_is_refused_though_its_digest_fits(tmp_path, change):
+    """Stores are copied from machine to machine and from person to person."""
+    folder = write_store(tmp_path / "store")
+    meta = json.loads((folder / "meta.json").read_text()) | change
+    del meta["digest"]
+    (folder / "meta.json").write_text(json.dumps(meta | {"digest": digest(meta)}))
+    with pytest.raises(UserError, match="damaged"):
+        TokenStore.open(folder)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "3", "{}", '"a"', "[" * 100000, "\x00", '{"version": 1}'])
+def test_a_meta_that_is_none_is_refused(tmp_path, text):
+    folder = write_store(tmp_path / "store")
+    (folder / "meta.json").write_text(text)
+    with pytest.raises(UserError, match="damaged"):
+        TokenStore.open(folder)
+
+
+def test_no_store_says_how_to_write_one(tmp_path):
+    with pytest.raises(UserError, match=r"prepare_data.py pack"):
+        TokenStore.open(tmp_path)
+
+
+def test_a_store_for_another_target_is_refused(tmp_path):
+    """The most common silent mistake: data packed with one tokenizer, trained with another model."""
+    folder, target = tmp_path / "store", tmp_path / "target"
+    target.mkdir()
+    (target / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 1}}}))
+    with StoreWriter(folder, META | {"vocabulary_digest": tokens.vocabulary_digest((target / "tokenizer.json").read_text())}) as writer:
+        writer.add([0, 20], [1, 1])
+    store = TokenStore.open(folder)
+    store.check_target(target, 21)
+    with pytest.raises(UserError, match=r"holds token 20.*has 20 rows"):
+        store.check_target(target, 20)
+    (target / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 1, "b": 0}}}))
+    with pytest.raises(UserError, match="another tokenizer"):
+        store.check_target(target, 21)
+
+
+@pytest.mark.parametrize("pack_tokens", [16, 64, 3072])
+def test_rows_hold_every_document_once_and_as_few_as_first_fit(pack_tokens):
+    """A document lost or doubled is data lost or doubled; a badly filled row is device time spent on padding."""
+    draw = np.random.default_rng(pack_tokens)
+    lengths = draw.integers(1, pack_tokens + 20, 500)
+    rows = pack_rows(lengths, pack_tokens, None, "truncate", seed=0)
+    assert sorted(rows.documents.tolist()) == list(range(500))
+    cut = np.minimum(lengths, pack_tokens)
+    assert all(cut[rows.documents_of(r)].sum() <= pack_tokens for r in range(len(rows)))
+    assert len(rows) == first_fit_decreasing(cut.tolist(), pack_tokens)
+    assert rows.truncated == (lengths > pack_tokens).sum() and rows.dropped == 0
+    assert rows.tokens == cut.sum() and rows.fill == pytest.approx(cut.sum() / (len(rows) * pack_tokens))
+
+
+def test_long_documents_are_cut_or_dropped_and_counted():
+    """A user who loses documents must learn how many."""
+    lengths = [4, 9, 10, 11, 30]
+    cut = pack_rows(lengths, 20, 10, "truncate", seed=0)
+    assert (cut.truncated, cut.dropped, cut.tokens, len(cut.documents)) == (2, 0, 43, 5)
+    drop = pack_rows(lengths, 20, 10, "drop", seed=0)
+    assert (drop.truncated, drop.dropped, drop.tokens, sorted(drop.documents.tolist())) == (0, 2, 23, [0, 1, 2])
+    assert len(pack_rows([30], 20, None, "drop", seed=0)) == 0
+    with pytest.raises(UserError, match="raise pack_tokens"):
+        pack_rows(lengths, 20, 21, "truncate", seed=0)
+
+
+def test_packing_follows_its_seed_and_mixes_lengths():
+    """Ranks must pack alike; and the first rows, which validation takes, must not be the longest documents."""
+    lengths = np.random.default_rng(0).integers(1, 100, 2000)
+    one, same, other = (pack_rows(lengths, 128, None, "truncate", seed) for seed in (3, 3, 4))
+    assert one.documents.tolist() == same.documents.tolist() != other.documents.tolist()
+    first, last = (np.concatenate([lengths[one.documents_of(r)] for r in part]) for part in (range(200), range(len(one) - 200, len(one))))
+    assert abs(first.mean() - last.mean()) < 8
+
+
+def test_a_million_documents_are_packed_tightly():
+    """Every start of a run packs; with a loop over documents a big store would keep all devices waiting for minutes."""
+    lengths = np.clip(np.random.default_rng(0).lognormal(6, 0.9, 1_000_000), 2, 20_000).astype(int)
+    rows = pack_rows(lengths, 3072, None, "truncate", seed=0)
+    assert len(rows.documents) == 1_000_000 and rows.fill > 0.999
+
+
+def test_a_row_holds_whole_documents_and_marks_where_they_begin(tmp_path):
+    """`document_start` is what keeps documents from seeing each other, padding included."""
+    store = TokenStore.open(write_store(tmp_path / "store", lengths=(5, 3, 8, 30)))
+    loader = RowLoader(store, pack_rows(store.lengths, 16, 12, "truncate", seed=1))
+    seen = []
+    for r in range(len(loader)):
+        row, at = loader.row(r), 0
+        for document in loader.documents_of(r):
+            ids, mask = (values[:12] for values in store.document(document))
+            assert row.tokens[at : at + len(ids)].tolist() == ids.tolist()
+            assert row.loss_mask[at : at + len(ids)].tolist() == mask.tolist()
+            assert (row.document_start[at : at + len(ids)] == at).all()
+            at += len(ids)
+            seen.append(document)
+        assert row.valid == at and row.documents == len(loader.documents_of(r))
+        assert (row.document_start[at:] == at).all() and not row.loss_mask[at:].any()
+    assert sorted(seen) == [0, 1, 2, 3]
+    empty = loader.row(EMPTY_ROW)
+    assert (empty.valid, empty.documents, len(empty.tokens), empty.loss_mask.sum()) == (0, 0, 16, 0)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("rows", [36, 37, 101])
+@pytest.mark.parametrize("drafters", range(1, 7))
+def test_every_row_is_trained_on_once_per_epoch(drafters, rows, accumulate):
+    """A row read twice or never is weight that nobody asked for; only the stated remainder may be missing, another one each epoch."""
+    deal = Deal(rows, drafters, accumulate, seed=5, epochs=3)
+    per_epoch = {}
+    for item in deal.items():
+        epoch, row = deal.row_of(item)
+        per_epoch.setdefault(epoch, []).append(row)
+        assert item.step == item.number // (drafters * accumulate) + 1
+        assert item.drafter == item.number % drafters
+    assert deal.dropped_rows == rows % (drafters * accumulate)
+    assert list(per_epoch) == [0, 1, 2]
+    assert all(len(set(seen)) == len(seen) == rows - deal.dropped_rows for seen in per_epoch.values())
+    assert per_epoch[0] != per_epoch[1] != per_epoch[2]
+    if not deal.dropped_rows:
+        assert all(sorted(seen) == list(range(rows)) for seen in per_epoch.values())
+
+
+@pytest.mark.parametrize("targets", range(1, 7))
+@pytest.mark.parametrize("drafters", range(1, 7))
+@pytest.mark.parametrize("cells", [1, 2])
+def test_work_is_even_over_targets_and_drafters(cells, drafters, targets):
+    """With 5 targets and 2 drafters no target may idle while another is late."""
+    everybody = cells * drafters
+    deal = Deal(everybody * 60, everybody, 1, seed=0, epochs=1)
+    given, taken = Counter(), Counter()
+    for item in deal.items():
+        cell, place = divmod(item.drafter, drafters)
+        target = serving_target(item, place, drafters, targets, everybody)
+        packet_of_cell = item.number // everybody * drafters + place
+        assert target == packet_of_cell % targets
+        given[cell, target] += 1
+        taken[item.drafter] += 1
+    assert len(given) == cells * targets and max(given.values()) - min(given.values()) <= 1
+    assert set(taken.values()) == {60}
+
+
+@pytest.mark.parametrize(("drafters", "accumulate"), [(1, 1), (2, 3), (5, 2)])
+def test_a_deal_goes_on_where_it_stopped(drafters, accumulate):
+    """After a resume the same packets must follow, without dealing a million earlier ones again."""
+    deal = Deal(47, drafters, accumulate, seed=1, steps=40, validation_rows=3, validation_every=4)
+    everything = list(deal.items())
+    for completed in (0, 1, 4, 17, 39, 40):
+        assert list(deal.items(completed)) == [item for item in everything if item.step > completed]
+    assert next(Deal(10**6, 1, 1, seed=0, steps=10**9).items(10**9 - 1)).number == 10**9 - 1
+
+
+@pytest.mark.parametrize("drafters", range(1, 7))
+def test_validation_covers_its_rows_after_its_steps(drafters):
+    """A held-out row read twice, or a drafter without a packet in the last round, would bias tau or hang the job."""
+    deal = Deal(60, drafters, 1, seed=0, steps=10, validation_rows=7, validation_every=4)
+    validated = {}
+    for item in deal.items():
+        if item.kind == VALIDATE:
+            validated.setdefault(item.step, []).append(deal.row_of(item)[1])
+            assert item.drafter == item.number % drafters
+    assert list(validated) == [4, 8, 10]
+    for rows in validated.values():
+        assert [row for row in rows if row != EMPTY_ROW] == list(range(7)) and len(rows) % drafters == 0
+        assert len(rows) - 7 < drafters
+    assert not any(item.kind == VALIDATE for item in Deal(60, drafters, 1, seed=0, steps=10).items())
+    kinds = [item.kind for item in deal.items() if item.step == 4]
+    assert kinds == sorted(kinds) == [TRAIN] * drafters + [VALIDATE] * len(validated[4])
+
+
+def test_steps_follow_from_epochs_even_in_parts():
+    assert Deal(100, 2, 5, seed=0, epochs=0.29).steps == 3
+    assert Deal(100, 1, 1, seed=0, epochs=0.29).steps == 29
+    assert Deal(100, 1, 1, seed=0, epochs=0.001).steps == 1
+    assert Deal(105, 2, 5, seed=0, epochs=6).steps == 60
+    assert Deal(105, 2, 5, seed=0, epochs=6, steps=7).steps == 7
+
+
+def test_too_little_data_for_one_step_is_refused():
+    """Instead of a run that ends at once, or one that divides by zero."""
+    with pytest.raises(UserError, match=r"5 rows, one step takes 2 drafters x optim.accumulate=3 = 6"):
+        Deal(5, 2, 3, seed=0, epochs=1)
+
+
+def test_order_depends_on_seed_and_epoch_alone():
+    """Solo, threads and processes must train on the same rows in the same order."""
+    orders = [[Deal(50, d, 1, seed, epochs=2).row_of(Item(TRAIN, 1, n, 0))[1] for n in range(50)] for d, seed in ((1, 0), (2, 0), (1, 1))]
+    assert orders[0] == orders[1] != orders[2]
