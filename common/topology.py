@@ -428,9 +428,13 @@ class ProcessesJob(_Job):
 
     def __exit__(self, kind, error, trace):
         if kind is None:
-            self.watch.leave()
             if dist.is_initialized():
                 dist.destroy_process_group()
+            if self.rank == 0:  # it may host the store: it leaves last
+                for other in range(1, self.world):
+                    self.board.wait(f"left/{other}")
+            self.watch.leave()
+            self.board.put(f"left/{self.rank}", True)
         else:
             self.watch.explain(error, lost_connection=isinstance(error, dist.DistError) or "gloo" in str(error))
 

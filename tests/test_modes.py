@@ -1,0 +1,73 @@
+"""One seed, one run: wherever the workers sit, the same numbers come out, bit by bit."""
+
+import json
+
+import pytest
+import yaml
+from ranks import Job, torchrun
+
+import train_drafter
+from common.checkpoint import open_checkpoint
+
+
+@pytest.fixture
+def preset(tiny_target, tiny_store, tiny_heldout, tmp_path):
+    """A YAML preset of a twelve-step run; returns its path."""
+    tree = {
+        "target": {"path": str(tiny_target), "dtype": "float32"},
+        "drafter": {"layers": 2, "taps": [0, 2], "block_size": 8, "dtype": "float32"},
+        "data": {"path": str(tiny_store), "pack_tokens": 256},
+        "optim": {"lr": 1e-3, "steps": 12},
+        "sync": {"every": 4},
+        "checkpoint": {"every": 4},
+        "validation": {"path": str(tiny_heldout), "every": 6},
+        "log": {"every": 1, "tensorboard": False},
+        "topology": {"timeout_s": 60},
+    }
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def records(folder):
+    """A run's losses and walk taus in order."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(r["step"], key, r[key]) for r in lines for key in ("loss", "grad_norm", "tau", "walk_tau") if key in r]
+
+
+def solo(preset, folder, *overrides):
+    train_drafter.main(["--config", str(preset), f"log.dir={folder}", *overrides])
+    return records(folder)
+
+
+def processes(preset, ranks, folder, *overrides):
+    with Job(["--config", preset, f"log.dir={folder}", *overrides], ranks) as job:
+        assert set(job.wait()) == {0}, job.output[-4000:]
+    return records(folder)
+
+
+def test_one_drafter_learns_the_same_in_every_mode(preset, tmp_path):
+    """Otherwise a result on one device says nothing about eight: here topology would change what is learnt."""
+    alone = solo(preset, tmp_path / "solo")
+    assert len(alone) == 12 * 3 + 2
+    assert solo(preset, tmp_path / "threads", "topology.mode=threads", "topology.targets=2", "topology.drafters=1") == alone
+    done = torchrun("train_drafter.py", "--config", preset, f"log.dir={tmp_path / 'torchrun'}", ranks=3)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert records(tmp_path / "torchrun") == alone
+
+
+def test_two_drafters_agree_in_threads_and_processes_and_are_equal_after_an_averaging(preset, tmp_path):
+    """Otherwise replicas drift apart unnoticed, and the exported drafter is only one of them."""
+    threads = solo(preset, tmp_path / "threads", "topology.mode=threads", "topology.targets=3", "topology.drafters=2")
+    assert processes(preset, 5, tmp_path / "processes", "topology.drafters=2") == threads
+    ends = [open_checkpoint(tmp_path / mode / "checkpoints" / "step_00000012") for mode in ("threads", "processes")]
+    weights = [end.tensors("drafter.safetensors") for end in ends]
+    assert all((weights[0][name] == weights[1][name]).all() for name in weights[0])
+    distances = [json.loads(line).get("replica_distance") for line in (tmp_path / "threads" / "metrics.jsonl").read_text().splitlines()]
+    assert sum(d is not None and d > 0 for d in distances) == 3  # steps 4, 8, 12
+
+
+@pytest.mark.parametrize("objective", [["objective.loss=lk"], ["objective.weights=dpace"], ["optim.accumulate=2", "optim.steps=4"]])
+def test_every_objective_travels(preset, tmp_path, objective):
+    """Distillation needs the final hidden state on the drafter's side; it must arrive in the right columns there too."""
+    assert processes(preset, 2, tmp_path / "processes", *objective) == solo(preset, tmp_path / "solo", *objective)
