@@ -106,7 +106,7 @@ def main(argv):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", help="YAML file; default: launch/presets/quickstart.yaml")
     parser.add_argument("overrides", nargs="*", help="section.key=value")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     config = configuration.load(arguments.config, arguments.overrides)
     with topology.join(config, topology.TARGET) as job:
         plan = planning.make(config, job)
