@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import sys
+from pathlib import Path
 
 from common.config import UserError, run_script
 
@@ -97,41 +98,23 @@ def add_pack(commands):
     command.add_argument("--heldout-output", help="its folder (default: OUTPUT-heldout)")
     command.add_argument("--chat-template-kwargs", type=json_object, default={}, help="JSON, e.g. '{\"enable_thinking\": false}'")
     command.add_argument("--seed", type=int, default=0, help="of the choice of held-out documents")
-    command.add_argument(
-        "--json",
-        nargs="?",
-        const="-",
-        type=json_file,
-        metavar="FILE",
-        help="write the summary as JSON to FILE, or to stdout instead of text",
-    )
+    command.add_argument("--json", nargs="?", const="-", type=json_file, help="write the summary to this file, or instead of text")
     command.set_defaults(run=run_pack)
 
 
 def run_pack(arguments):
-    from common.chat import pack
+    from common.chat import describe_counts, pack
 
-    summary = pack(
-        arguments.inputs,
-        arguments.target,
-        arguments.output,
-        arguments.max_tokens,
-        arguments.heldout,
-        arguments.heldout_output,
-        arguments.chat_template_kwargs,
-        arguments.seed,
-    )
+    summary = pack(**{name: value for name, value in vars(arguments).items() if name not in ("run", "json")})
     if arguments.json == "-":
         print(json.dumps(summary, indent=1))
-        return 0
+        return
     if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump(summary, file, indent=1)
+        Path(arguments.json).write_text(json.dumps(summary, indent=1))
     for store in filter(None, (summary, summary["heldout"])):
         share = store["supervised_tokens"] / store["tokens"]
         print(f"{store['folder']}: {store['documents']:,} documents, {store['tokens']:,} tokens, {share:.1%} of them supervised")
-    print_lines(summary)
-    return 0
+    print(describe_counts(summary))
 
 
 def add_inspect(commands):
@@ -143,29 +126,18 @@ def add_inspect(commands):
 
 
 def run_inspect(arguments):
-    from common.chat import Chat, load_tokenizer
+    from common.chat import Chat, describe_counts, load_tokenizer
     from common.tokens import TokenStore
 
     store = TokenStore.open(arguments.store)
     if arguments.document is None:
-        print(store.describe())
-        if "pack" in store.meta:
-            print_lines(store.meta["pack"])
-        return 0
+        print(f"{store.describe()}\n{describe_counts(store.meta['pack'])}")
+        return
     chat = Chat(load_tokenizer(arguments.tokenizer or store.meta["target"]))
     for number in arguments.document:
         if not 0 <= number < len(store):
             raise UserError(f"--document {number}: the store holds documents 0 to {len(store) - 1}")
         print(chat.show(*store.document(number), color=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
-    return 0
-
-
-def print_lines(counts):
-    from common.chat import describe_rejects
-
-    print("{lines:,} lines packed: {accepted:,} accepted ({truncated:,} truncated), {rejected:,} rejected".format_map(counts))
-    if counts["rejects"]:
-        print(describe_rejects(counts["rejects"]))
 
 
 def positive(text):
@@ -175,7 +147,7 @@ def positive(text):
 
 
 def json_file(text):
-    if text.endswith((".jsonl", ".gz")):  # an input that slipped behind the flag would be overwritten
+    if text.endswith((".jsonl", ".gz")) or not Path(text).parent.is_dir():  # an input behind the flag would be overwritten
         raise ValueError
     return text
 

@@ -98,7 +98,8 @@ class Chat:
 
     @property
     def template(self):
-        return self.tokenizer.get_chat_template() if self.tokenizer.chat_template else None
+        given = self.template_kwargs.get("chat_template")
+        return given or (self.tokenizer.get_chat_template() if self.tokenizer.chat_template else None)
 
     def documents(self, rows):
         """Encode parsed JSONL rows. Returns, for each, (ids int32 [n], mask uint8 [n]) or the Rejected that says why not."""
@@ -285,7 +286,7 @@ def parse(line):
         return Rejected("not JSON" if line.strip() else "empty line")
 
 
-def pack(inputs, target, output, max_tokens=None, heldout=0, heldout_output=None, template_kwargs=None, seed=0):
+def pack(inputs, target, output, max_tokens=None, heldout=0, heldout_output=None, chat_template_kwargs=None, seed=0):
     """Write a token store of the conversations in `inputs`, and a second one of `heldout` of them. Returns what was counted.
 
     Which documents are held out depends on `seed` and their own tokens only, so copies of one document stay on one side.
@@ -294,7 +295,9 @@ def pack(inputs, target, output, max_tokens=None, heldout=0, heldout_output=None
     for path in inputs:
         if path != "-" and not Path(path).is_file():
             raise UserError(f"{path}: no such file")
-    chat, file = Chat(load_tokenizer(target), template_kwargs), Path(target) / "tokenizer.json"
+    if heldout < 0:
+        raise UserError(f"--heldout {heldout} must not be negative")
+    chat, file = Chat(load_tokenizer(target), chat_template_kwargs), Path(target) / "tokenizer.json"
     counts, rejects = {"lines": 0, "accepted": 0, "rejected": 0, "truncated": 0}, {}
     meta = {
         "target": str(Path(target).resolve() if Path(target).is_dir() else target),
@@ -324,7 +327,7 @@ def pack(inputs, target, output, max_tokens=None, heldout=0, heldout_output=None
             if len(apart) > heldout:
                 stores[0].add(*heapq.heappop(apart)[2:])
         if not counts["accepted"]:
-            raise UserError(f"none of {counts['lines']} lines is usable: {describe_rejects(rejects, '; ') or 'the input is empty'}")
+            raise UserError(f"none of {counts['lines']} lines is usable: {'; '.join(_describe_rejects(rejects)) or 'the input is empty'}")
         if counts["accepted"] <= heldout:
             raise UserError(f"--heldout {heldout} leaves none of {counts['accepted']} usable documents to train on; hold out fewer")
         for _, _, *document in sorted(apart, reverse=True):
@@ -363,10 +366,16 @@ def _count_reject(rejects, reason, place):
         entry["lines"].append(place)
 
 
-def describe_rejects(rejects, separator="\n", shown=5):
+def describe_counts(counts):
+    """What became of the lines, as `pack` counted it, for reading."""
+    text = "{lines:,} lines packed: {accepted:,} accepted ({truncated:,} truncated), {rejected:,} rejected".format_map(counts)
+    return "\n".join([text, *_describe_rejects(counts["rejects"])])
+
+
+def _describe_rejects(rejects, shown=5):
     """One phrase per reason: how often, why, and the first places."""
     phrases = []
     for reason, entry in sorted(rejects.items(), key=lambda item: -item[1]["count"]):
         places = ", ".join(entry["lines"][:shown]) + (", ..." if entry["count"] > shown else "")
         phrases.append(f"{entry['count']} x {reason} ({places})")
-    return separator.join(phrases)
+    return phrases
