@@ -180,7 +180,6 @@ def test_naive_guards_raise_every_time(guard, situation):
         assert kernels.REFUSAL in str(race(call, foreign_trace)["error"])
 
 
-@needs_race
 @pytest.mark.parametrize("trace", [foreign_trace, own_compile])
 @pytest.mark.parametrize("situation", [warm, cold, checkpointed_backward])
 def test_the_cache_passes(situation, trace, as_torch_2_11):
@@ -188,11 +187,10 @@ def test_the_cache_passes(situation, trace, as_torch_2_11):
     outcome = race(situation(cached()), trace)
     assert "error" not in outcome, outcome
     torch.testing.assert_close(outcome["value"], expected(situation), rtol=0, atol=0)
-    waited_for_the_lock = situation is cold and trace is own_compile
-    assert waited_for_the_lock or kernels.stats()["retries"] >= 1
+    waits_for_the_lock = situation is cold and trace is own_compile
+    assert not RACES or waits_for_the_lock or kernels.stats()["retries"] >= 1
 
 
-@needs_race
 def test_flex_attention_passes(monkeypatch, as_torch_2_11):
     """The kernel of the original crash, in the original situation: one thread compiles it for another shape."""
     from torch.nn.attention import flex_attention as flex
@@ -209,7 +207,7 @@ def test_flex_attention_passes(monkeypatch, as_torch_2_11):
     outcome = race(backward, own_compile)
     assert "error" not in outcome, outcome
     torch.testing.assert_close(outcome["value"], q.grad, rtol=0, atol=0)
-    assert kernels.stats()["retries"] >= 1
+    assert not RACES or kernels.stats()["retries"] >= 1
 
 
 # What else could go wrong.
