@@ -109,6 +109,8 @@ class Chat:
                 results.append(self._text_and_spans(row))
             except Rejected as rejected:
                 results.append(rejected)
+            except RecursionError:
+                results.append(Rejected("nested too deeply"))
         good = [i for i, result in enumerate(results) if not isinstance(result, Rejected)]
         for i, (ids, offsets) in zip(good, self._encode([results[i][0] for i in good]), strict=True):
             text, spans = results[i]
