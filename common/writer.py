@@ -2,7 +2,7 @@
 
 A conversation being written is a generator, a *dialogue*: it yields a Request, is sent the Reply, and returns the finished row. An
 engine drives dialogues: `LocalEngine` batches of them in lockstep through transformers, `ServerEngine` each one in a thread of its own
-against an OpenAI-compatible server. `Output` keeps what comes back, so that a stopped run goes on where it was.
+against an OpenAI-compatible server. `ConversationFile` keeps what comes back, so that a stopped run goes on where it was.
 
 Legend: B dialogues of a batch, P tokens of the longest prompt, N tokens written at most, V vocabulary.
 """
@@ -20,7 +20,6 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,10 +30,9 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LogitsProcessor
 
 from common.chat import PROBE, Chat, Rejected, conversation, load_tokenizer, parse, read_lines
-from common.config import UserError, differences
+from common.config import UserError
+from common.conversation_file import ConversationFile
 from common.target_files import read_spec, resolve
-
-FLAWS = ("empty", "cut", "loop", "duplicate")
 
 
 @dataclass(frozen=True)
@@ -326,109 +324,17 @@ def _complaint(error):
         return error.reason
 
 
-class Output:
-    """FILE of conversations, with FILE.rejected.jsonl (flawed rows and why) and FILE.errors.jsonl (rows to be tried again) beside it.
-
-    Rows are appended and fsynced as they come. Opened again it cuts off a torn last line and knows the ids that are there.
-
-    Raises: UserError if FILE was begun with other settings.
-    """
-
-    def __init__(self, path, settings, tokenizer, keep=()):
-        self.path, self.tokenizer, self.keep = Path(path), tokenizer, set(keep)
-        self.rejected, self.errors, marker = (Path(f"{path}.{kind}") for kind in ("rejected.jsonl", "errors.jsonl", "settings.json"))
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._same_settings(marker, settings)
-        kept, rejected = recover(self.path), recover(self.rejected)
-        self.errors.unlink(missing_ok=True)  # they are tried again
-        self.kept, self.done = {row["id"] for row in kept}, {row["id"] for row in kept + rejected}
-        self.seen = {conversation_digest(row) for row in kept}
-        self.counts = Counter(row["rejected"] for row in rejected)
-
-    def _same_settings(self, marker, settings):
-        if marker.exists() and self.path.exists():
-            changed = differences(json.loads(marker.read_text()), json.loads(json.dumps(settings)))
-            if changed:
-                listed = ", ".join(f"{key} was {old!r}, is {new!r}" for key, (old, new) in changed.items())
-                raise UserError(f"{self.path} was begun with other settings ({listed}); use those, or another --output")
-        else:
-            marker.write_text(json.dumps(settings, indent=1) + "\n")
-
-    def add(self, outcomes):
-        """Append finished (row id, row or Rejected) pairs, each to the file where it belongs."""
-        lines = {self.path: [], self.rejected: [], self.errors: []}
-        for row_id, outcome in outcomes:
-            if isinstance(outcome, Rejected):
-                self.counts["error"] += 1
-                lines[self.errors].append({"id": row_id, "error": str(outcome)})
-                continue
-            self.done.add(row_id)
-            if flaw := self._flaw(outcome):
-                self.counts[flaw] += 1
-                lines[self.rejected].append(outcome | {"rejected": flaw})
-            else:
-                self.kept.add(row_id)
-                self.seen.add(conversation_digest(outcome))
-                lines[self.path].append(outcome)
-        for path, rows in lines.items():
-            append(path, rows)
-
-    def _flaw(self, row):
-        written = [m["content"] for m in row["messages"] if m["role"] != "system"]
-        found = {
-            "empty": not all(isinstance(text, str) and text.strip() for text in written),
-            "cut": row["cut"],
-            "loop": any(is_loop(self.tokenizer(text, add_special_tokens=False).input_ids) for text in written if isinstance(text, str)),
-            "duplicate": conversation_digest(row) in self.seen,
-        }
-        return next((flaw for flaw in FLAWS if found[flaw] and flaw not in self.keep), None)
-
-    def summary(self):
-        return {"kept": len(self.kept)} | {flaw: self.counts[flaw] for flaw in (*FLAWS, "error") if self.counts[flaw]}
-
-
-def is_loop(tokens, gram=16, repeats=3):
-    """Whether some `gram` tokens in a row occur `repeats` times or more: text that goes round in circles."""
-    seen = Counter(zip(*(tokens[i:] for i in range(gram)), strict=False))
-    return max(seen.values(), default=0) >= repeats
-
-
-def conversation_digest(row):
-    text = "\0".join(" ".join(str(message["content"]).lower().split()) for message in row["messages"])
-    return hashlib.sha256(text.encode()).digest()[:16]
-
-
-def recover(path):
-    """The rows of a JSONL file; a last line that a killed run left unfinished is cut off."""
-    whole = path.read_bytes() if path.exists() else b""
-    end = whole.rfind(b"\n") + 1
-    if end < len(whole):
-        os.truncate(path, end)
-    try:
-        return [json.loads(line) for line in whole[:end].split(b"\n")[:-1]]
-    except ValueError as error:
-        raise UserError(f"{path} holds a line that is no JSON ({error}); repair it, or use another --output") from None
-
-
-def append(path, rows):
-    if rows:
-        with open(path, "ab") as file:
-            file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode(errors="replace"))
-            file.flush()
-            os.fsync(file.fileno())
-
-
 @dataclass
 class Job:
     """A target that writes by a script into an output."""
 
     engine: object
     script: Script
-    output: Output
+    output: ConversationFile
 
     @classmethod
-    def open(cls, target, output, answers, temperature, top_p, max_tokens, keep, chat_template_kwargs, seed, server, concurrency, batch_size,
-             device, max_user_tokens=None, system=None):  # fmt: skip
+    def open(cls, target, output, answers, temperature, top_p, max_tokens, keep, chat_template_kwargs, seed, server, concurrency,
+             batch_size, device, max_user_tokens=None, system=None):  # fmt: skip
         """Everything is checked before the weights are loaded."""
         folder = resolve(target)
         chat, spec = Chat(load_tokenizer(folder), chat_template_kwargs), read_spec(folder)
@@ -438,7 +344,7 @@ class Job:
             "target": spec.fingerprint, "seed": seed, "answer": asdict(answer), "question": question and asdict(question), "system": system,
             "chat_template_kwargs": chat_template_kwargs, "keep": sorted(keep),
         }  # fmt: skip
-        opened = Output(output, settings, chat.tokenizer, keep)
+        opened = ConversationFile(output, settings, chat.tokenizer, keep)
         if server:
             engine = ServerEngine(server, chat.tokenizer, concurrency)
         else:
@@ -457,9 +363,7 @@ class Job:
             about = [topics[i % len(topics)] for i in range(begun, begun + missing)]
             self._run([(i, self.script.synthesize(i, turns, topic)) for i, topic in zip(ids, about, strict=True)])
             if output.kept.isdisjoint(ids):
-                raise UserError(
-                    f"none of {missing} conversations could be used ({output.summary()}): raise --max-tokens, or see {output.errors}"
-                )
+                raise UserError(f"none of {missing} conversations is usable ({output.summary()}): see {output.path}.*; --keep may help")
             begun += missing
         return output.summary()
 

@@ -1,0 +1,321 @@
+"""The target writes its own training data: what lands in the file must be its words, once each, whatever stops or breaks on the way."""
+
+import http.server
+import itertools
+import json
+import os
+import signal
+import threading
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from ranks import Job as ScriptJob
+
+from common import writer
+from common.chat import Chat, load_tokenizer
+from common.config import UserError
+from common.conversation_file import is_loop
+from common.writer import Job, LocalEngine, Reply, Request, Sampling, Script, ServerEngine, advance, nucleus
+
+FLAGS = dict(
+    answers="sampled", temperature=1.0, top_p=0.95, max_tokens=12, keep=("cut", "loop"), chat_template_kwargs={}, seed=3, server=None,
+    concurrency=4, batch_size=4, device="cpu",
+)  # fmt: skip
+QUESTIONS = [["count 1", "and on"], ["count 20"], ["what", "why", "how"], ["go"], ["7"], ["count 3", "again"]]
+
+
+def open_job(target, output, **changes):
+    return Job.open(str(target), output, **FLAGS | changes)
+
+
+def rows_of(path):
+    return {row["id"]: row for row in map(json.loads, path.read_text().splitlines())}
+
+
+@pytest.fixture
+def questions(tmp_path):
+    """A file of conversations whose answers are somebody else's."""
+    path = tmp_path / "given.jsonl"
+    turns = [[{"role": r, "content": c} for q in user for r, c in (("user", q), ("assistant", "not the target's"))] for user in QUESTIONS]
+    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in turns))
+    return path
+
+
+@pytest.fixture
+def server(tiny_target):
+    with ModelServer(tiny_target) as running:
+        yield running
+
+
+class ModelServer:
+    """An OpenAI-compatible server of the tiny target; `fault(prompt, tries)` names what goes wrong with a request, if anything."""
+
+    def __init__(self, target):
+        tokenizer = load_tokenizer(target)
+        self.engine, self.lock = LocalEngine(target, tokenizer, 256, 1, "cpu"), threading.Lock()
+        self.fault, self.tries, self.answered, self.retried = lambda prompt, tries: None, Counter(), Counter(), {}
+        ours = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self):
+                self.reply({"data": [{"id": "tiny"}]} if self.path == "/v1/models" else {}, 200 if self.path == "/v1/models" else 404)
+
+            def do_POST(self):
+                ours.complete(self, json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+            def reply(self, value, code=200):
+                self.send(json.dumps(value).encode(), code)
+
+            def send(self, data, code=200, length=None):
+                self.send_response(code)
+                self.send_header("Content-Length", str(len(data) if length is None else length))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *_):
+                pass
+
+        self.http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
+
+    def complete(self, handler, body):
+        prompt = tuple(body["prompt"])
+        with self.lock:
+            self.tries[prompt] += 1
+            tries, retried = self.tries[prompt], self.retried.setdefault(prompt, threading.Event())
+        if tries > 1:
+            retried.set()
+        fault = self.fault(prompt, tries)
+        if fault in (400, 429, 500):
+            return handler.reply({"error": "no"}, fault)
+        if fault == "malformed":
+            return handler.send(b'{"choices": [{"te')
+        if fault == "no text":
+            return handler.reply({"choices": []})
+        if fault == "cut":
+            return handler.send(b'{"choices"', length=5000)
+        if fault == "slow":  # never answers a request that the client still waits for
+            retried.wait(30)
+        sampling = Sampling(body["temperature"], body["top_p"], body["max_tokens"])
+        with self.lock:
+            (reply,) = self.engine.write([Request(prompt, sampling, (258,), body["seed"])])
+            self.answered[prompt] += 1
+        handler.reply({"choices": [{"text": reply.text, "finish_reason": "length" if reply.cut else "stop"}]})
+
+    def __enter__(self):
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_):
+        self.http.shutdown()
+        self.http.server_close()
+
+
+class Canned:
+    """An engine whose target says the same to everybody."""
+
+    def __init__(self, *texts, cut=False):
+        self.texts, self.cut = texts, cut
+
+    def run(self, jobs, done):
+        for row_id, dialogue in jobs:
+            outcome, reply, texts = None, None, itertools.cycle(self.texts)
+            while outcome is None:
+                _, outcome = advance(dialogue, reply)
+                reply = Reply(next(texts), 1, self.cut)
+            yield [(row_id, outcome)]
+
+
+def test_both_engines_write_the_same_rows_whatever_the_network_does(tiny_target, questions, server, tmp_path, monkeypatch):
+    """A retry that loses, doubles or changes a row would silently train the drafter on words that are not the target's."""
+    monkeypatch.setattr(writer, "ServerEngine", lambda *args: ServerEngine(*args, pause_s=0.001, timeout_s=2))
+    faults = itertools.cycle([429, "malformed", "cut", 500, "no text", "slow"])
+    server.fault = lambda prompt, tries: next(faults) if tries == 1 else None
+    there = open_job(tiny_target, tmp_path / "server.jsonl", server=server.url)
+    here = open_job(tiny_target, tmp_path / "local.jsonl")
+    assert there.regenerate(questions) == here.regenerate(questions)
+    written = rows_of(tmp_path / "local.jsonl")
+    assert rows_of(tmp_path / "server.jsonl").keys() == written.keys()
+    for row_id, row in rows_of(tmp_path / "server.jsonl").items():
+        assert row["messages"] == written[row_id]["messages"]
+    assert len(written) == len(QUESTIONS) and min(server.tries.values()) > 1
+
+
+def test_rows_that_fail_are_kept_apart_and_tried_again(tiny_target, questions, server, tmp_path, monkeypatch):
+    """One bad row must neither stop the others nor be lost."""
+    monkeypatch.setattr(writer, "ServerEngine", lambda *args: ServerEngine(*args, retries=1, pause_s=0.001))
+    doomed = Chat(load_tokenizer(tiny_target)).prompt([{"role": "user", "content": "go"}]).tolist()
+    refused = Chat(load_tokenizer(tiny_target)).prompt([{"role": "user", "content": "7"}]).tolist()
+    server.fault = lambda prompt, tries: {tuple(doomed): 500, tuple(refused): 400}.get(prompt)
+    output = tmp_path / "out.jsonl"
+    summary = open_job(tiny_target, output, server=server.url).regenerate(questions)
+    errors = rows_of(tmp_path / "out.jsonl.errors.jsonl")
+    assert summary["error"] == 2 and len(rows_of(output)) == len(QUESTIONS) - 2
+    assert "2 tries" in errors["4"]["error"] and "HTTP 500" in errors["4"]["error"] and "HTTP 400" in errors["5"]["error"]
+    assert server.tries[tuple(refused)] == 1, "what the server refuses for good is not worth a retry"
+    server.fault = lambda prompt, tries: None
+    before = output.read_text()
+    open_job(tiny_target, output, server=server.url).regenerate(questions)
+    assert output.read_text().startswith(before) and len(rows_of(output)) == len(QUESTIONS)
+    assert not (tmp_path / "out.jsonl.errors.jsonl").exists()
+
+
+def test_a_server_that_is_down_or_broken_is_an_error_at_once(tiny_target, server, tmp_path, monkeypatch):
+    """Nobody wants to find a million error rows in the morning."""
+    monkeypatch.setattr(writer, "ServerEngine", lambda *args: ServerEngine(*args, retries=0, pause_s=0.001))
+    with pytest.raises(UserError, match=r"--server http://127.0.0.1:1/v1 does not list a model"):
+        open_job(tiny_target, tmp_path / "a.jsonl", server="http://127.0.0.1:1/v1")
+    server.fault = lambda prompt, tries: 500
+    with pytest.raises(UserError, match=r"16 conversations in a row failed, the last with.*HTTP 500"):
+        open_job(tiny_target, tmp_path / "b.jsonl", server=server.url, max_user_tokens=4).synthesize(100)
+
+
+def test_a_killed_run_goes_on_to_the_same_rows(tiny_target, tmp_path):
+    """A run over a night that starts from scratch, or writes other rows after a kill, is worth nothing."""
+    arguments = [
+        "synthesize", "--target", tiny_target, "--num", 6, "--max-tokens", 8, "--max-user-tokens", 6, "--batch-size", 2,
+        "--keep", "cut", "loop", "--device", "cpu", "--output",
+    ]  # fmt: skip
+    whole, stopped = tmp_path / "whole.jsonl", tmp_path / "stopped.jsonl"
+    with ScriptJob([*arguments, whole], script="prepare_data") as job:
+        assert job.wait() == [0], job.output
+
+    with ScriptJob([*arguments, stopped], script="prepare_data", sabotage=kill_at_third_batch) as job:
+        assert job.wait() == [-signal.SIGKILL], job.output
+    finished = stopped.read_text()
+    assert len(finished.splitlines()) == 4
+    stopped.write_text(finished[:-20])  # the fourth row's end never reached the disk
+    with ScriptJob([*arguments, stopped], script="prepare_data") as job:
+        assert job.wait() == [0], job.output
+    assert rows_of(stopped) == rows_of(whole) and len(stopped.read_text().splitlines()) == 6
+
+
+def kill_at_third_batch(rank):
+    writes, write = itertools.count(), LocalEngine.write
+    LocalEngine.write = lambda *args: os.kill(os.getpid(), signal.SIGKILL) if next(writes) == 4 else write(*args)
+
+
+def test_rows_depend_on_the_seed_and_their_id_only(tiny_target, tmp_path):
+    """Otherwise nobody can make the same data again, on a machine that fits another batch."""
+    texts = {}
+    for name, changes in {"one": {}, "small batches": {"batch_size": 2}, "other seed": {"seed": 4}}.items():
+        job = open_job(tiny_target, tmp_path / f"{name}.jsonl", max_user_tokens=10, **changes)
+        assert job.synthesize(5)["kept"] == 5
+        texts[name] = {row["id"]: row["messages"] for row in rows_of(tmp_path / f"{name}.jsonl").values()}
+    assert texts["one"] == texts["small batches"]
+    assert all(texts["one"][i] != texts["other seed"][i] for i in texts["one"])
+
+
+def test_every_answer_is_the_targets_own_in_the_context_of_the_new_ones(tiny_target, questions, tmp_path):
+    """A drafter trained on answers to an older answer learns a text that the target would not write."""
+    job = open_job(tiny_target, tmp_path / "out.jsonl", answers="greedy", top_p=0.5)
+    job.regenerate(questions)
+    chat, model = Chat(load_tokenizer(tiny_target)), job.engine.model
+    (row,) = [row for row in rows_of(tmp_path / "out.jsonl").values() if len(row["messages"]) == 6]
+    assert [m["content"] for m in row["messages"] if m["role"] == "user"] == ["what", "why", "how"]
+    for turn in (1, 3, 5):
+        ids = chat.prompt(row["messages"][:turn]).tolist()
+        for _ in range(FLAGS["max_tokens"]):
+            ids.append(model(torch.tensor([ids])).logits[0, -1].argmax().item())
+            if ids[-1] == 258:
+                break
+        prompt = len(chat.prompt(row["messages"][:turn]))
+        assert row["messages"][turn]["content"] == chat.tokenizer.decode(ids[prompt:], skip_special_tokens=True)
+
+
+def test_the_target_is_led_to_write_a_users_turn(tiny_target):
+    """Without the user's header before it and the turn's end behind it, it would not write a question."""
+    chat = Chat(load_tokenizer(tiny_target))
+    spec = SimpleNamespace(eos_token_ids=(256,), max_position_embeddings=512)
+    script = Script(chat, spec, 0, answer=Sampling(0, 1, 8), question=Sampling(1, 1, 9), system="Be brief.")
+    dialogue = script.synthesize("0", turns=2, topic="rivers")
+    question = dialogue.send(None)
+    assert (
+        chat.tokenizer.decode(question.prompt)
+        == "<|im_start|>system\nBe brief.\nThe user writes about: rivers<|im_end|>\n<|im_start|>user\n"
+    )
+    assert question.stop_ids == (258, 256) and question.sampling.max_tokens == 9
+    answer = dialogue.send(Reply(" How long? ", 3, False))
+    head = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHow long?<|im_end|>\n<|im_start|>assistant\n"
+    assert chat.tokenizer.decode(answer.prompt) == head
+    second = dialogue.send(Reply("Very.", 2, False))
+    assert chat.tokenizer.decode(second.prompt).endswith(
+        "rivers<|im_end|>\n" + head.partition("<|im_end|>\n")[2] + "Very.<|im_end|>\n<|im_start|>user\n"
+    )
+    assert question.seed != second.seed
+
+
+def test_a_prompt_beyond_the_context_is_one_error_row(tiny_target, tmp_path):
+    path = tmp_path / "given.jsonl"
+    path.write_text(
+        '{"messages": [{"role": "user", "content": "%s"}]}\n{"prompt": 3}\n{"messages": [{"role": "user", "content": "hi"}]}\n'
+        % ("x" * 600)
+    )
+    open_job(tiny_target, tmp_path / "out.jsonl").regenerate(path)
+    errors = rows_of(tmp_path / "out.jsonl.errors.jsonl")
+    assert "exceeds the target's 512 positions" in errors["1"]["error"] and "no messages" in errors["2"]["error"]
+    assert list(rows_of(tmp_path / "out.jsonl")) == ["3"]
+
+
+@pytest.mark.parametrize(
+    ("flaw", "texts", "cut"),
+    [
+        ("empty", ["why", " \n"], False),
+        ("cut", ["why", "so"], True),
+        ("loop", ["why", "round and round " * 9], False),
+        ("duplicate", ["a", "b"], False),
+    ],
+)
+def test_flawed_rows_are_counted_and_kept_apart(tiny_target, tmp_path, flaw, texts, cut):
+    """What the filters let through is trained on; what they take without a trace looks like a run that stalls."""
+    job = open_job(tiny_target, tmp_path / "out.jsonl", keep=(), max_user_tokens=8)
+    job.engine = Canned(*texts, cut=cut)
+    with pytest.raises(UserError, match=f"'{flaw}': "):
+        job.synthesize(3)
+    rejected = rows_of(tmp_path / "out.jsonl.rejected.jsonl")
+    assert {row["rejected"] for row in rejected.values()} == {flaw}
+    assert job.output.summary() == {"kept": 1 if flaw == "duplicate" else 0, flaw: len(rejected)}
+    if flaw != "empty":
+        keeping = open_job(tiny_target, tmp_path / "keep.jsonl", keep=(flaw, "duplicate"), max_user_tokens=8)
+        keeping.engine = job.engine
+        assert keeping.synthesize(3) == {"kept": 3}
+
+
+def test_other_settings_do_not_mix_into_a_file(tiny_target, tmp_path):
+    """Rows of two temperatures in one file cannot be told apart afterwards."""
+    open_job(tiny_target, tmp_path / "out.jsonl", max_user_tokens=4).synthesize(2)
+    with pytest.raises(UserError, match=r"begun with other settings \(answer.temperature was 1.0, is 0.5.*seed was 3, is 9\)"):
+        open_job(tiny_target, tmp_path / "out.jsonl", max_user_tokens=4, temperature=0.5, seed=9)
+
+
+def test_a_loop_is_told_from_a_list():
+    assert is_loop(list(range(20)) * 3) and is_loop([7] * 18) and is_loop([*range(100), *[1, 2] * 10])
+    assert not is_loop([]) and not is_loop(list(range(20)) * 2) and not is_loop([x for i in range(30) for x in (1, 2, 3, 4, i)])
+
+
+def test_the_nucleus_is_that_of_a_sort():
+    """A wrong nucleus writes text the user did not ask for, and nobody would notice."""
+    probabilities_BV = torch.softmax(3 * torch.randn(64, 500, generator=torch.Generator().manual_seed(0)), -1)
+    for top_p in (0.1, 0.5, 0.95):
+        sorted_BV, order_BV = probabilities_BV.sort(-1, descending=True)
+        kept_BV = sorted_BV.cumsum(-1) - sorted_BV < top_p
+        wanted_BV = torch.zeros_like(sorted_BV).scatter_(1, order_BV, sorted_BV * kept_BV)
+        torch.testing.assert_close(nucleus(probabilities_BV, top_p), wanted_BV, rtol=0, atol=0)
+
+
+def test_draws_follow_the_distribution(tiny_target):
+    scores = torch.log(torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05, 0.0]))
+    requests = [Request((1,), Sampling(1.0, 0.94, 1), (), seed) for seed in range(4000)]
+    choice = writer.SeededChoice(requests, 1, "cpu")(torch.zeros(4000, 1, dtype=torch.long), scores.expand(4000, -1)).argmax(-1)
+    share = np.bincount(choice, minlength=6) / 4000
+    np.testing.assert_allclose(share, np.array([0.5, 0, 0.3, 0.15, 0, 0]) / 0.95, atol=0.03)
+    assert share[[1, 4, 5]].sum() == 0
+
+
+def test_convert_names_the_packages_it_lacks(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="pip install gguf accelerate"):
+        writer.convert_gguf(tmp_path / "model.gguf", tmp_path / "out")
