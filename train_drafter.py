@@ -25,9 +25,9 @@ from serve_targets import Server
 class Trainer:
     """One drafter: takes the packets that are due, learns from them, meets the other drafters every K steps."""
 
-    def __init__(self, plan, seat, stop):
+    def __init__(self, plan, seat, stop, vocabulary=None):
         self.plan, self.seat, self.stop = plan, seat, stop
-        self.learner = Learner(plan, seat.device)
+        self.learner = Learner(plan, seat.device, vocabulary)
         self.averaging = Averaging(plan.config.sync, seat.comm, self.learner.optimizer, plan.deal.steps)
         self.meters = Meters(seat.device)
         self.run_files = Run(plan, seat, self.learner)
@@ -37,17 +37,17 @@ class Trainer:
 
     def run(self):
         """Every step that is left: train, average, validate, log, save. The order of packets is the deal's."""
-        step = start = self.run_files.begin()
+        step = start = self.run_files.begin(self.meters)
         for step, entries in groupby(self.seat.agenda(start), key=lambda entry: entry[0].step):
             train, validate = _by_kind(entries)
             self.train_step(step, train)
             self.meters.add(self.averaging.weights(step))
             stopping = self.averaging.due(step) and self.run_files.stop_agreed(self.stop.requested)
             self.validate(step, validate)
-            if stopping or step % self.plan.config.log.every == 0 or step == self.plan.deal.steps:
+            if step % self.plan.config.log.every == 0 or step == self.plan.deal.steps:
                 self.log(step)
             if stopping or self.run_files.due(step):
-                self.run_files.save(step)
+                self.run_files.save(step, self.meters)
             if stopping:
                 self.answer_stop(step)
                 break

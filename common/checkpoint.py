@@ -22,7 +22,7 @@ from pathlib import Path
 import safetensors.torch
 import torch
 
-from common.config import UserError, differences
+from common.config import UserError, differences, digest
 
 MARKER = "state.json"
 VERSION = 1
@@ -189,7 +189,7 @@ class RunDirectory:
                 for path in set(folder.iterdir()) - {folder / name for name in names}:
                     _remove(path)
                 marker = {"version": VERSION, "step": step, "files": files, "state": state, "config": config}
-                _write_atomically(folder / MARKER, json.dumps(marker, indent=1))
+                _write_atomically(folder / MARKER, json.dumps(marker | {"digest": digest(marker)}, indent=1))
                 _replace_folder(folder, final)
         except BaseException:
             _remove(folder)
@@ -213,6 +213,9 @@ class RunDirectory:
         except BaseException:
             _remove(folder)
             raise
+
+    def has_export(self, step):
+        return (self.exports / _step_name(step)).exists()
 
     def resume_point(self, resume="auto", restarted=False):
         """The checkpoint a run goes on from, or None for a new run.
@@ -364,6 +367,8 @@ def _parse_marker(folder, text):
     if marker["version"] != VERSION:
         raise ValueError(f"version {marker['version']!r}, this code reads {VERSION}")
     step, config, state = marker["step"], marker["config"], marker["state"]
+    if marker.pop("digest") != digest(marker):
+        raise ValueError("it changed after it was written")
     if type(step) is not int or not 0 <= step < 1 << 53:
         raise ValueError(f"step {step!r}")
     if not isinstance(config, dict) or not isinstance(state, dict) or not marker["files"]:

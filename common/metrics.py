@@ -30,6 +30,15 @@ class Meters:
             return value.double()
         return torch.full((), value, dtype=torch.float64, device=self._device)  # a fill: copying a number to CUDA would wait
 
+    def state_tensors(self):
+        """What has been counted since the last record, so that a resumed run writes the same one."""
+        return {f"meter/{name}": total for name, total in self._totals.items()}
+
+    def load_state_tensors(self, tensors):
+        self._totals = {
+            name.removeprefix("meter/"): tensor.to(self._device) for name, tensor in tensors.items() if name.startswith("meter/")
+        }
+
     def drain(self, comm):
         """Sum over all drafters, start anew, and return {name: mean} (a list for vectors, None where nothing was counted)."""
         names = sorted(self._totals)
@@ -49,18 +58,18 @@ class Meters:
 class Log:
     """Writes records: metrics.jsonl, TensorBoard, and a progress line. A file that cannot be written never stops the training."""
 
-    def __init__(self, run_directory, total_steps, tensorboard, config_text):
+    def __init__(self, run_directory, first_step, total_steps, tensorboard, config_text):
         self._path, self._total = run_directory.metrics, total_steps
         self._start = None
         self._board = None
         self._broken = set()
         if tensorboard:
-            self._guard("TensorBoard", lambda: self._open_board(run_directory.tensorboard, config_text))
+            self._guard("TensorBoard", lambda: self._open_board(run_directory.tensorboard, first_step, config_text))
 
-    def _open_board(self, folder, config_text):
+    def _open_board(self, folder, first_step, config_text):
         from torch.utils.tensorboard import SummaryWriter
 
-        self._board = SummaryWriter(str(folder))
+        self._board = SummaryWriter(str(folder), purge_step=first_step)  # steps that are run again are not shown twice
         self._board.add_text("config", "    " + config_text.replace("\n", "\n    "))
 
     def write(self, record):

@@ -1,5 +1,7 @@
 """A drafter's dealings with the run directory: resume, stop, log, save, and the last word to the user."""
 
+import contextlib
+import sys
 import time
 
 import torch
@@ -23,23 +25,24 @@ class Run:
         self._log = None
         self._ended = False
 
-    def begin(self):
+    def begin(self, meters):
         """Lock the directory, load what is to be resumed, tell everybody where the run starts; returns the completed steps."""
         if self.first:
             self._open()
         note = self.seat.board.wait("start")
         if not self.first:
             self.directory.check_probe(note["probe"])
+        step = note["step"]
         if note["checkpoint"] is not None:
-            self._resume(open_checkpoint(note["checkpoint"]))
-        if self.first:
-            self.directory.rewind_log(note["step"])
+            self._resume(open_checkpoint(note["checkpoint"]), meters)
+        self._ended = step >= self.plan.deal.steps
+        if self.first and not self._ended:
+            self.directory.rewind_log(step)
             text = configuration.to_yaml(self.plan.config)
             self.directory.write_config(text)
-            self._log = Log(self.directory, self.plan.deal.steps, self.plan.config.log.tensorboard, text)
-        self._ended = note["step"] >= self.plan.deal.steps
-        self._clock, self._tokens, self._busy_s = time.perf_counter(), 0, 0.0
-        return note["step"]
+            self._log = Log(self.directory, step + 1, self.plan.deal.steps, self.plan.config.log.tensorboard, text)
+        self.reset_rates()
+        return step
 
     def _open(self):
         self.directory.lock()
@@ -75,10 +78,15 @@ class Run:
                     f"allow it with checkpoint.allow_changes=[{key}], or start elsewhere with log.dir=DIR"
                 )
 
-    def _resume(self, checkpoint):
-        mine = self.seat.comm.index % checkpoint.state["drafters"]
-        self.learner.load(checkpoint.tensors(WEIGHTS), checkpoint.tensors(_optimizer_file(mine)))
+    def _resume(self, checkpoint, meters):
+        drafters = checkpoint.state["drafters"]
+        state = checkpoint.tensors(_optimizer_file(self.seat.comm.index % drafters))
+        self.learner.load(checkpoint.tensors(WEIGHTS), state)
+        if drafters == self.seat.comm.size:
+            meters.load_state_tensors(state)
         self.tau = checkpoint.state["walk_tau"]
+        if self.first and not self.directory.has_export(checkpoint.step):  # the last job died between checkpoint and export
+            self._export(checkpoint.step)
 
     def stop_agreed(self, requested):
         """Whether any drafter wants to stop; all ask at the same steps, so all get the same answer."""
@@ -89,6 +97,9 @@ class Run:
         """Count a packet that arrived."""
         self._tokens += message.get("valid")
         self._busy_s += message.get("busy_us") / 1e6
+
+    def reset_rates(self):
+        self._clock, self._tokens, self._busy_s = time.perf_counter(), 0, 0.0
 
     def rates(self, wait_s):
         """What happened since the last call as (sum, count) pairs, so that summing over drafters gives the whole job's rates."""
@@ -101,7 +112,7 @@ class Run:
             "wait_share": (wait_s, elapsed_s),
             "drafter_busy": (max(elapsed_s - wait_s, 0.0), elapsed_s),
         }
-        self._clock, self._tokens, self._busy_s = now, 0, 0.0
+        self.reset_rates()
         return pairs
 
     def write(self, step, values):
@@ -116,19 +127,16 @@ class Run:
     def due(self, step):
         return step % self.plan.config.checkpoint.every == 0 or step == self.plan.deal.steps
 
-    def save(self, step):
+    def save(self, step, meters):
         """Checkpoint and export; a disk that fails costs this checkpoint, not the run."""
         self.seat.board.phase(step, "checkpoint")
-        failures = 0
-        try:
+        with self._going_on(f"no checkpoint of step {step}"):
             if self.first:
                 self.directory.write_part(step, WEIGHTS, self.learner.master_tensors())
-            self.directory.write_part(step, _optimizer_file(self.seat.comm.index), self.learner.optimizer.state_tensors())
-        except CheckpointError as error:
-            self._say(step, error)
-            failures = 1
-        failures = float(self.seat.comm.sum_(torch.tensor([float(failures)])))
-        if self.first and not failures:
+            state = self.learner.optimizer.state_tensors() | meters.state_tensors()
+            self.directory.write_part(step, _optimizer_file(self.seat.comm.index), state)
+        self.seat.comm.barrier()
+        if self.first:
             self._commit(step)
         self.seat.comm.barrier()
 
@@ -136,24 +144,31 @@ class Run:
         chosen = self.plan.config.checkpoint
         names = [WEIGHTS, *(_optimizer_file(d) for d in range(self.seat.comm.size))]
         state = {"drafters": self.seat.comm.size, "walk_tau": self.tau, "inputs": self._inputs()}
-        try:
+        with self._going_on(f"no checkpoint of step {step}"):
             self.directory.commit(step, names, configuration.to_dict(self.plan.config), state)
-            self.directory.publish_export(step, self.learner.export)
-            self.directory.retain(chosen.keep, chosen.keep_best)
-        except CheckpointError as error:
-            self._say(step, error)
+        self._export(step)
+        self.directory.retain(chosen.keep, chosen.keep_best)
 
-    def _say(self, step, error):
-        print(f"WARNING: no complete checkpoint of step {step}: {error}. Training goes on; the previous checkpoint is valid.", flush=True)
+    def _export(self, step):
+        with self._going_on(f"no export of step {step}"):
+            self.directory.publish_export(step, self.learner.export)
+
+    @contextlib.contextmanager
+    def _going_on(self, what):
+        try:
+            yield
+        except CheckpointError as error:
+            print(f"WARNING: {what}: {error}. Training goes on; the previous one stays valid.", file=sys.stderr, flush=True)
 
     def end(self, step):
         """Close the files and say where everything lies and what to do next."""
         if not self.first:
             return
-        self._log.close()
+        if self._log is not None:
+            self._log.close()
         if step < self.plan.deal.steps:
             self.directory.clear_stop()
-            print(f"\nstopped after step {step}; start the same command again to go on from there", flush=True)
+            print(f"\nstopped after step {step}; start the same command again to go on from the newest checkpoint", flush=True)
         elif not self._ended:
             print(self._last_word(), flush=True)
         self.directory.unlock()

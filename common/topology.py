@@ -191,7 +191,9 @@ class SoloJob(_Job):
     def connect(self, shape, deal):
         device = self.layout.drafters[0].device
         link = links.InlineLink(shape.on(device))
-        self.seats = [Seat(role, 0, device, link, comms.SoloComm(), deal, self.layout, self.board) for role in (TARGET, DRAFTER)]
+        self.seats = [
+            Seat(role, 0, device, link, comms.SoloComm(), deal, self.layout, self.board, _restarted()) for role in (TARGET, DRAFTER)
+        ]
 
     def run(self, make_server, make_trainer):
         target_seat, drafter_seat = self.seats
@@ -405,8 +407,9 @@ class ProcessesJob(_Job):
             mine = {t: g for (t, d), g in pairs.items() if d == self.member.index}
             link = links.P2PReceiver(here, depth, mine, self.staged)
             comm = (comms.StagedComm if self.staged else comms.GroupComm)(drafters, self.member.index, self.drafters)
-        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-        self.seats = [Seat(self.member.role, self.member.index, self.member.device, link, comm, deal, self.layout, self.board, restarted)]
+        self.seats = [
+            Seat(self.member.role, self.member.index, self.member.device, link, comm, deal, self.layout, self.board, _restarted())
+        ]
 
     def _open_channels(self, drafters, pairs):
         """First use of every NCCL communicator, in one order: opening them lazily in the order of need can deadlock."""
@@ -437,6 +440,11 @@ class ProcessesJob(_Job):
             self.board.put(f"left/{self.rank}", True)
         else:
             self.watch.explain(error, lost_connection=isinstance(error, dist.DistError) or "gloo" in str(error))
+
+
+def _restarted():
+    """Whether the launcher started this job again after a death or a requeue."""
+    return any(int(os.environ.get(name, 0)) > 0 for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
 
 
 def _on(device):

@@ -136,3 +136,123 @@ def test_two_kills_in_a_row(tiny_preset, straight, tmp_path):
         killed(tiny_preset, tmp_path / "run", "optim.accumulate=2", sabotage=place)
     finish(tiny_preset, tmp_path / "run", "optim.accumulate=2")
     assert_equal_runs(straight, tmp_path / "run")
+
+
+def stop_at(step, how, rank):
+    """Ask for a graceful stop when this rank begins a step: by the STOP file, or by a signal to itself."""
+    from train_drafter import Trainer
+
+    train_step = Trainer.train_step
+
+    def asking(trainer, now, entries):
+        if now == step:
+            if how == "file":
+                trainer.run_files.directory.stop_file.touch()
+            else:
+                os.kill(os.getpid(), how)
+                while not trainer.stop.requested:
+                    pass
+        train_step(trainer, now, entries)
+
+    Trainer.train_step = asking
+
+
+def stopped(preset, folder, *overrides, step, how="file", ranks=1):
+    with Job(arguments(preset, folder, *overrides), ranks, functools.partial(stop_at, step, how)) as job:
+        assert job.wait() == [0] * ranks, job.output
+        assert "start the same command again" in job.output
+    assert not (folder / "STOP").exists(), "the next start would stop at once"
+
+
+def steps_of(folder):
+    return sorted(int(path.name[5:]) for path in (folder / "checkpoints").glob("step_*"))
+
+
+@pytest.mark.parametrize("how", ["file", signal.SIGUSR1, signal.SIGINT])
+def test_a_stopped_run_ends_like_the_uninterrupted_one(tiny_preset, straight, tmp_path, how):
+    stopped(tiny_preset, tmp_path / "run", "optim.accumulate=2", step=6, how=how)
+    assert steps_of(tmp_path / "run") == [4, 6]
+    stopped(tiny_preset, tmp_path / "run", "optim.accumulate=2", step=7, how=how)
+    finish(tiny_preset, tmp_path / "run", "optim.accumulate=2")
+    assert_equal_runs(straight, tmp_path / "run")
+
+
+SPARSE_LOG = ("log.every=5", "validation.every=3", "validation.rows=3")
+
+
+def test_the_log_is_the_uninterrupted_one_even_between_its_lines(tiny_preset, tiny_heldout, tmp_path):
+    """A record is a mean since the last one: a stop or a kill between two records must not shorten it."""
+    overrides = (*SPARSE_LOG, f"validation.path={tiny_heldout}")
+    finish(tiny_preset, tmp_path / "straight", *overrides)
+    stopped(tiny_preset, tmp_path / "run", *overrides, step=3)
+    killed(tiny_preset, tmp_path / "run", *overrides, sabotage=kill_after_the_checkpoint)
+    finish(tiny_preset, tmp_path / "run", *overrides)
+    assert_equal_runs(tmp_path / "straight", tmp_path / "run")
+    assert [line["step"] for line in records(tmp_path / "run") if "loss" in line] == [5, 10, 12]
+
+
+def test_an_export_that_the_last_job_did_not_finish_is_made_up_for(tiny_preset, tmp_path):
+    """Killed in its last export, the run is finished, and no later step will export."""
+    finish(tiny_preset, tmp_path / "straight", "checkpoint.every=100")
+    killed(tiny_preset, tmp_path / "run", "checkpoint.every=100", sabotage=kill_in_the_first_export)
+    finish(tiny_preset, tmp_path / "run", "checkpoint.every=100")
+    assert_equal_runs(tmp_path / "straight", tmp_path / "run")
+
+
+def kill_in_the_first_export(rank):
+    from common import drafter_files
+
+    kill_at_call(drafter_files, "save_file", 1, True, rank)
+
+
+TWO_DRAFTERS = ("topology.drafters=2", "sync.every=4", "checkpoint.every=4")
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_preset, tmp_path_factory):
+    """The uninterrupted run of two targets and two drafters that average every four steps."""
+    folder = tmp_path_factory.mktemp("pair") / "run"
+    finish(tiny_preset, folder, *TWO_DRAFTERS, ranks=4)
+    return folder
+
+
+def test_a_stop_adds_and_moves_no_averaging(tiny_preset, pair, tmp_path):
+    """Asked to stop in step 6, two drafters stop after step 8, where they meet anyway."""
+    stopped(tiny_preset, tmp_path / "run", *TWO_DRAFTERS, step=6, ranks=4)
+    assert steps_of(tmp_path / "run") == [4, 8]
+    finish(tiny_preset, tmp_path / "run", *TWO_DRAFTERS, ranks=4)
+    assert_equal_runs(pair, tmp_path / "run")
+    assert len(weights(pair)) == 3, "each drafter keeps its own moments"
+
+
+def kill_the_second_drafter(rank):
+    if rank == 3:
+        kill_in_step(rank)
+
+
+def kill_the_first_target(rank):
+    if rank == 0:
+        from common.target import Target
+
+        kill_at_call(Target, "capture", 9, True, rank)
+
+
+@pytest.mark.parametrize("place", [kill_the_second_drafter, kill_the_first_target])
+def test_two_drafters_go_on_after_the_death_of_a_rank(tiny_preset, pair, tmp_path, place):
+    killed(tiny_preset, tmp_path / "run", *TWO_DRAFTERS, sabotage=place, ranks=4)
+    finish(tiny_preset, tmp_path / "run", *TWO_DRAFTERS, ranks=4)
+    assert_equal_runs(pair, tmp_path / "run")
+
+
+def test_another_number_of_targets_resumes_exactly(tiny_preset, pair, tmp_path):
+    """Targets hold no state: a job that lost a node goes on with what is left."""
+    stopped(tiny_preset, tmp_path / "run", *TWO_DRAFTERS, step=5, ranks=4)
+    finish(tiny_preset, tmp_path / "run", *TWO_DRAFTERS, ranks=3)
+    assert_equal_runs(pair, tmp_path / "run")
+
+
+def test_another_number_of_drafters_resumes_from_the_average_and_says_so(tiny_preset, pair, tmp_path):
+    stopped(tiny_preset, tmp_path / "run", *TWO_DRAFTERS, step=5, ranks=4)
+    output = finish(tiny_preset, tmp_path / "run", "topology.drafters=1", *TWO_DRAFTERS[1:], ranks=3)
+    assert "2 drafters" in output and "average" in output and steps_of(tmp_path / "run")[-1] == 12
+    assert len(weights(tmp_path / "run")) == 2
