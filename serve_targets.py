@@ -12,26 +12,17 @@ import torch
 
 from common import config as configuration
 from common import plan as planning
-from common import topology
-from common.target import Target
+from common import target, topology
 
 
 class Server:
     """One target. Captures the next packet before it offers the last one, so that the device never waits for a drafter's answer."""
 
-    def __init__(self, plan, seat):
+    def __init__(self, plan, seat, model=None):
         self.plan, self.seat = plan, seat
         chosen = plan.config.target
-        self.target = Target(
-            plan.folder,
-            plan.drafter.taps,
-            seat.device,
-            getattr(torch, chosen.dtype),
-            chosen.execution,
-            plan.final_hidden,
-            chosen.trust_remote_code,
-            chosen.compile,
-        )
+        model = model or target.load(plan.folder, seat.device, plan.shape.dtype, chosen.trust_remote_code)
+        self.target = target.Target(model, plan.drafter.taps, chosen.execution, plan.final_hidden, chosen.compile)
         self._busy = BusyClock(seat.device)
         self._blocked_s = 0.0
 

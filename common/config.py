@@ -308,6 +308,8 @@ def validate(config):
         raise UserError("target.path is empty: name a folder of safetensors or a hub id, e.g. target.path=Qwen/Qwen3-8B")
     if not config.data.path:
         raise UserError("data.path is empty: pack conversations first (prepare_data.py pack ... --output DIR), then data.path=DIR")
+    if config.seed < 0:
+        raise UserError(f"seed={config.seed} must not be negative")
     layer_types, layers = config.drafter.layer_types, config.drafter.layers
     if layer_types is not None:
         wrong = [t for t in layer_types if t not in ("full_attention", "sliding_attention")]

@@ -16,11 +16,11 @@ from common.target_files import load_vocabulary
 class Learner:
     """The drafter with the target's vocabulary, its objective and its optimiser, on one device."""
 
-    def __init__(self, plan, device):
+    def __init__(self, plan, device, vocabulary=None):
         self.plan, self.device, config = plan, device, plan.config
         self.model = drafter.make(config.drafter, plan.drafter, plan.folder, device, config.seed)
         self.optimizer = Optimizer(self.model.named_parameters(), config.optim, plan.deal.steps)
-        self.vocabulary = load_vocabulary(plan.folder, getattr(torch, config.drafter.dtype), device)
+        self.vocabulary = vocabulary or load_vocabulary(plan.folder, getattr(torch, config.drafter.dtype), device)
         self.spec = attention.MaskSpec(plan.shape.row_tokens, plan.anchors, plan.drafter.block_size)
         self._taps_width = len(plan.drafter.taps) * plan.target.hidden_size
         self._forward = self._run

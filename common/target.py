@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, AutoModelForCausalLM
 
 from common import kernels
 from common.config import UserError
@@ -25,14 +26,14 @@ PACKED_TOLERANCE = 2e-2  # relative, for the start-up check in the compute type;
 
 
 class Target:
-    """A causal language model that gives out hidden states and nothing else.
+    """A causal language model (of transformers) that gives out hidden states and nothing else.
 
-    Raises: UserError for folders that do not load, taps out of range, and families that cannot run as asked.
+    Raises: UserError for taps out of range and for families that cannot run as asked.
     """
 
-    def __init__(self, folder, taps, device, dtype, execution="auto", final_hidden=False, trust_remote_code=False, compile_layers=True):
+    def __init__(self, model, taps, execution="auto", final_hidden=False, compile_layers=True):
+        device, dtype = model.device, model.dtype
         self.device, self.dtype, self.taps, self.final_hidden = device, dtype, tuple(taps), final_hidden
-        model = _load(folder, device, dtype, trust_remote_code)
         self.decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.model
         self.hidden_size = self.decoder.config.hidden_size
         layers = self.decoder.layers
@@ -173,16 +174,27 @@ def varlen_attention(
     return out[None], None
 
 
-def _load(folder, device, dtype, trust_remote_code):
-    from transformers import AttentionInterface, AutoModelForCausalLM
+def attention_for(device):
+    """The name of transformers' attention function that a target on this device runs with."""
+    AttentionInterface.register(VARLEN, varlen_attention)
+    return VARLEN if device.type == "cuda" else "sdpa"
+
+
+def load(folder, device, dtype, trust_remote_code=False):
+    """A frozen causal language model from a folder of safetensors.
+
+    Raises: UserError if it does not load.
+    """
     from transformers.utils import logging
 
-    AttentionInterface.register(VARLEN, varlen_attention)
     logging.disable_progress_bar()
-    implementation = VARLEN if device.type == "cuda" else "sdpa"
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            str(folder), dtype=dtype, attn_implementation=implementation, trust_remote_code=trust_remote_code, use_safetensors=True
+            str(folder),
+            dtype=dtype,
+            attn_implementation=attention_for(device),
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,
         )
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"target.path={folder} does not load as a causal language model: {str(error).strip().splitlines()[0]}") from None
