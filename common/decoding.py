@@ -14,11 +14,14 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.utils import logging
 
 from common.config import UserError
+from common.drafter import Drafter, load_exported
 from common.objective import build_tree
+from common.target_files import Vocabulary
 
 
 class Proposal(NamedTuple):
@@ -62,6 +65,11 @@ class DecodingTarget:
         for i, tap in enumerate(taps):
             layers[tap].register_forward_hook(lambda _, __, output, i=i: self._take(i, output))
 
+    def vocabulary(self, spec):
+        """The model's own embedding and head, scaled and capped as its TargetSpec says; nothing is copied."""
+        embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        return Vocabulary(embedding.weight, head.weight, spec.embedding_scale, spec.logit_softcap)
+
     def _take(self, i, output):
         self.features[i] = (output[0] if isinstance(output, tuple) else output)[0]
 
@@ -91,6 +99,24 @@ class DecodingTarget:
                 None, None
             ]
         return masks if len(masks) > 1 else masks.popitem()[1]
+
+
+def load_target(folder, taps, dtype, device):
+    """A folder's causal LM, ready to verify. Raises: UserError if it does not load or cannot verify."""
+    logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype, use_safetensors=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"--target {folder} does not load as a causal language model: {str(error).strip().splitlines()[0]}") from None
+    return DecodingTarget(model.to(device).eval().requires_grad_(False), taps)
+
+
+def load_drafter(folder, dtype, device):
+    """An exported drafter, ready to draft. Raises: UserError if the folder holds none."""
+    spec, tensors = load_exported(folder)
+    drafter = Drafter(spec, dtype, device)
+    drafter.load_state_dict(tensors)
+    return drafter.eval().requires_grad_(False)
 
 
 def cache_windows(model):
@@ -166,11 +192,14 @@ class Chooser:
 
     def __call__(self, logits_RV, positions):
         """Tokens chosen from each row's logits; positions are those of the tokens chosen."""
+        return self.scores(logits_RV, positions).argmax(-1).tolist()
+
+    def scores(self, logits_RV, positions):
+        """What the choice is the argmax of."""
         if self.temperature == 0:
-            return logits_RV.argmax(-1).tolist()
+            return logits_RV
         noise = {position: self._noise(position, logits_RV) for position in set(positions)}
-        scores = logits_RV.float() / self.temperature
-        return (scores + torch.stack([noise[position] for position in positions])).argmax(-1).tolist()
+        return logits_RV.float() / self.temperature + torch.stack([noise[position] for position in positions])
 
     def _noise(self, position, like):
         digest = hashlib.blake2b(f"{self.seed} {position}".encode(), digest_size=7).digest()
@@ -276,27 +305,20 @@ def decode(target, prompt, stop, max_new_tokens, choose):
     return answer
 
 
-def prompt_lookup(prompt, tokens, block_size, longest=3):
-    """What copying would have had accepted on the way to the same answer: no drafter, no features.
+@torch.no_grad()
+def first_difference(target, answer, reference, choose):
+    """(place, gap) of the first token that differs: by how much the target's own scores prefer one over the other.
 
-    Proposes block_size - 1 tokens that followed the latest earlier place of the last `longest` (or fewer) tokens.
-    Returns accepted drafts per verification, counted as in Answer. Source: github.com/apoorvumang/prompt-lookup-decoding.
+    In half precision the gap is a rounding; in float32 there should be no difference at all.
     """
-    text, accepted, done = prompt + tokens, [], len(prompt) + 1
-    after, indexed = {}, 0  # n-gram -> where its latest continuation starts
-    while done < len(text):
-        for end in range(indexed + 1, done):
-            for n in range(1, min(longest, end) + 1):
-                after[tuple(text[end - n : end])] = end
-        indexed = max(indexed, done - 1)
-        grams = (tuple(text[done - n : done]) for n in range(min(longest, done), 0, -1))
-        source, drafts = next((after[gram] for gram in grams if gram in after), None), 0
-        if source is not None:  # a copy may run into what it has just copied
-            while drafts < block_size - 1 and done + drafts < len(text) and text[source + drafts] == text[done + drafts]:
-                drafts += 1
-        accepted.append(min(drafts, len(text) - done - 1))
-        done += accepted[-1] + 1
-    return accepted
+    pairs = zip(answer.tokens, reference.tokens, strict=False)
+    place = next((i for i, (one, other) in enumerate(pairs) if one != other), None)
+    if place is None:
+        return None
+    text = answer.prompt + answer.tokens[:place]
+    logits, _ = target.forward(text, 0, new_cache(), last_only=True)
+    scores = choose.scores(logits, [len(text)])[0].float()
+    return place, float((scores[answer.tokens[place]] - scores[reference.tokens[place]]).abs())
 
 
 def _stopwatch(device):

@@ -20,7 +20,6 @@ from common.decoding import (
     accepted_path,
     decode,
     new_cache,
-    prompt_lookup,
     propose_tree,
     speculate,
     tree_mask,
@@ -351,16 +350,6 @@ def test_taps_beyond_the_targets_depth_are_refused(qwen3):
     """Lost otherwise: an IndexError instead of 'this drafter belongs to another target'."""
     with pytest.raises(UserError, match="another target"):
         DecodingTarget(qwen3.model, taps=[1, 9])
-
-
-def test_prompt_lookup_copies_from_prompt_and_answer():
-    """Lost otherwise: the baseline that a drafter has to beat. Worked by hand, blocks of 4 tokens."""
-    prompt, tokens = [1, 2, 3, 4, 5, 6, 1, 2], [3, 4, 5, 6, 9, 9, 9, 9, 9]
-    # prefill gave 3; [1 2 3] was followed by 4 5 6: all three drafts right, then 9 is the target's own;
-    # 9 is new: nothing to copy, 9 emitted; then 9 9 copies itself to the end
-    assert prompt_lookup(prompt, tokens, block_size=4) == [3, 0, 2]
-    assert prompt_lookup([1], [2, 3, 4], block_size=4) == [0, 0]
-    assert prompt_lookup([1], [2], block_size=4) == []
 
 
 def test_cache_holds_every_position_of_sliding_layers():

@@ -1,0 +1,140 @@
+"""Real speculative decoding with a drafter and its target: acceptance length, speed, and whether every answer is the target's own.
+
+python evaluate_drafter.py --drafter runs/quickstart/export/latest --target launch/quickstart/target \
+    --prompts launch/quickstart/heldout.jsonl --json out.json
+"""
+
+import argparse
+import functools
+import json
+import platform
+from pathlib import Path
+
+import torch
+import transformers
+from tqdm import tqdm
+
+from common.acceptance import mean_tau, prompt_lookup, ratio, summarize, table
+from common.chat import Chat, load_tokenizer
+from common.config import UserError, digest, run_script
+from common.conversation_file import is_loop
+from common.decoding import BlockDrafter, Chooser, decode, first_difference, load_drafter, load_target, speculate
+from common.prompts import read_prompts
+from common.target_files import read_json, read_spec, resolve
+
+
+def main(argv):
+    arguments = parse_arguments(argv)
+    folder = resolve(arguments.target)
+    spec, chat = read_spec(folder), Chat(load_tokenizer(folder), arguments.chat_template_kwargs)
+    stop = spec.eos_token_ids or (chat.tokenizer.eos_token_id,)
+    prompts = read_prompts(arguments.prompts, chat, arguments.limit, spec.max_position_embeddings - arguments.max_new_tokens)
+
+    target, proposers, block_size = load(arguments, folder, spec)
+    runs, plain = answer(arguments, target, proposers, prompts, stop)
+
+    summaries = [summarize(answers, plain, block_size) | {"tree_budget": p.tree_budget} for answers, p in zip(runs, proposers, strict=True)]
+    report = describe(arguments, chat, target, spec) | summaries[-1] | {
+        "block_size": block_size,
+        "stop_token_ids": list(stop),
+        "tau_by_tree_budget": {s["tree_budget"]: s["tau"] for s in summaries if s["tree_budget"]},
+        "prompt_lookup_tau": mean_tau(prompt_lookup(a.prompt, a.tokens, block_size) for a in runs[-1]),
+        "loops": ratio(sum(is_loop(a.tokens) for a in runs[-1]), len(prompts)),
+        "runs": summaries,
+        "per_prompt": [one_prompt(arguments, target, runs[-1][i], plain[i] if plain else None, i) for i in range(len(prompts))],
+    }  # fmt: skip
+    print(table(report))
+    if arguments.json:
+        Path(arguments.json).parent.mkdir(parents=True, exist_ok=True)
+        Path(arguments.json).write_text(json.dumps(report, indent=1) + "\n")
+
+
+def load(arguments, folder, spec):
+    """The target, a proposer for each tree budget (or one for chains), and their block size."""
+    device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    trained_on = read_json(Path(arguments.drafter) / "config.json").get("dflash_config", {}).get("feature_dtype", "bfloat16")
+    dtype = getattr(torch, arguments.dtype or trained_on)
+    drafter = load_drafter(arguments.drafter, dtype, device)
+    drafter.spec.validate(spec)
+    block_size = arguments.block_size or drafter.spec.block_size
+    if not 2 <= block_size <= drafter.spec.block_size:
+        raise UserError(f"--block-size {block_size}: the drafter was trained on blocks of {drafter.spec.block_size}; use 2 to that")
+    target = load_target(folder, drafter.spec.taps, dtype, device)
+    shared = drafter, target.vocabulary(spec), drafter.spec.mask_token_id, block_size
+    budgets = arguments.tree_budget if arguments.mode == "tree" else [None]
+    return target, [BlockDrafter(*shared, budget) for budget in budgets], block_size
+
+
+def answer(arguments, target, proposers, prompts, stop):
+    """Every prompt answered with every proposer, and by plain decoding for comparison. Returns a list of answers for each."""
+    methods = [functools.partial(speculate, target, proposer) for proposer in proposers]
+    methods += [] if arguments.no_compare else [functools.partial(decode, target)]
+    for method in methods:  # untimed: kernels load
+        method(prompts[0], stop, 8, Chooser(arguments.temperature))
+    rows = [
+        [method(prompt, stop, arguments.max_new_tokens, Chooser(arguments.temperature, seed)) for method in methods]
+        for seed, prompt in enumerate(tqdm(prompts, unit=" prompts", disable=None))
+    ]
+    runs = [list(answers) for answers in zip(*rows, strict=True)]
+    return runs[: len(proposers)], [] if arguments.no_compare else runs[-1]
+
+
+def one_prompt(arguments, target, answer, plain, seed):
+    """A prompt's record; `difference` says where the answer parts from plain decoding, and between how close scores."""
+    difference = plain and first_difference(target, answer, plain, Chooser(arguments.temperature, seed))
+    record = {"prompt_ids": answer.prompt, "output_ids": answer.tokens, "accepted": answer.accepted}
+    return record | ({"difference": dict(zip(("place", "score_gap"), difference, strict=True))} if difference else {})
+
+
+def describe(arguments, chat, target, spec):
+    """What was evaluated with what."""
+    device = target.device
+    return {
+        **{key: getattr(arguments, key) for key in ("drafter", "target", "prompts", "mode", "temperature", "max_new_tokens")},
+        "target_fingerprint": spec.fingerprint,
+        "chat_template_digest": digest(chat.template),
+        "chat_template_kwargs": chat.template_kwargs,
+        "dtype": str(target.model.dtype).removeprefix("torch."),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device} ({platform.machine()})",
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__},
+    }
+
+
+def parse_arguments(argv):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--drafter", required=True, help="folder of an exported drafter")
+    parser.add_argument("--target", required=True, help="its target: a folder or hub id")
+    parser.add_argument("--prompts", required=True, help="JSONL of messages, question or prompt")
+    parser.add_argument("--mode", choices=("chain", "tree"), default="chain")
+    parser.add_argument("--tree-budget", type=positives, default=[64], metavar="N,N,...", help="nodes of a tree; the last leads the report")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
+    parser.add_argument("--block-size", type=int, help="slots, at most those of the trained block, the default")
+    parser.add_argument("--limit", type=positive, help="number of prompts")
+    parser.add_argument("--max-new-tokens", type=positive, default=256)
+    parser.add_argument("--chat-template-kwargs", type=json_object, default={}, help="JSON, e.g. '{\"enable_thinking\": false}'")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: that of the features the drafter trained on")
+    parser.add_argument("--device", help="default: cuda if there is one")
+    parser.add_argument("--no-compare", action="store_true", help="skip plain decoding")
+    parser.add_argument("--json", help="file for the report")
+    return parser.parse_args(argv)
+
+
+def positive(text):
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
+
+
+def positives(text):
+    return [positive(part) for part in text.split(",")]
+
+
+def json_object(text):
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError
+    return value
+
+
+if __name__ == "__main__":
+    run_script(main)

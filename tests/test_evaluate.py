@@ -1,0 +1,142 @@
+"""evaluate_drafter.py end to end: its numbers are what a user decides by, so they must add up and its refusals must be clear."""
+
+import json
+
+import pytest
+import torch
+from conftest import build_target
+
+import evaluate_drafter
+from common.acceptance import prompt_lookup, summarize, table
+from common.chat import Chat, load_tokenizer
+from common.config import DrafterConfig, UserError
+from common.decoding import Answer
+from common.drafter import DrafterSpec, export, make
+from common.prompts import read_prompts
+from common.target_files import read_spec
+
+BLOCK, STOP = 4, 258
+
+
+@pytest.fixture(scope="module")
+def drafter_folder(tiny_target, tmp_path_factory):
+    return export_drafter(tiny_target, tmp_path_factory.mktemp("export") / "latest")
+
+
+def export_drafter(target, folder):
+    """An untrained drafter, exported as training exports it."""
+    spec, config = read_spec(target), DrafterConfig(layers=2, block_size=BLOCK, taps=[0, 2], dtype="float32", init="target_layers")
+    drafter_spec = DrafterSpec.resolve(config, spec, target)
+    drafter = make(config, drafter_spec, target, torch.device("cpu"), seed=0)
+    return export(folder, drafter.state_dict(), drafter_spec, spec, "float32", "float32")
+
+
+@pytest.fixture(scope="module")
+def prompts_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    rows = [
+        {"messages": [{"role": "user", "content": "count 7"}, {"role": "assistant", "content": "7 8 9"}]},
+        {"prompt": "count 3"},
+        {"question": "count 12"},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def evaluate(tiny_target, drafter_folder, prompts_file, tmp_path, capsys):
+    """Run the script in this process; returns (report, what it printed). Later flags win."""
+
+    def run(*flags):
+        file = tmp_path / "out" / "report.json"
+        given = ["--drafter", drafter_folder, "--target", tiny_target, "--prompts", prompts_file, "--device", "cpu", "--json", file, *flags]
+        evaluate_drafter.main([str(flag) for flag in given])
+        return json.loads(file.read_text()), capsys.readouterr().out
+
+    return run
+
+
+HOW = {"chain": [], "tree": ["--mode", "tree", "--tree-budget", "3,8"], "sampled": ["--temperature", "1", "--block-size", "3"]}
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_report_adds_up(tiny_target, evaluate, how):
+    """Lost otherwise: trust in tau. Every count must follow from the per-prompt record, and every answer must be the target's own."""
+    report, printed = evaluate("--max-new-tokens", 24, *HOW[how])
+    assert report["lossless"] == report["prompts"] == len(report["per_prompt"]) == 3
+    assert report["stop_token_ids"] == [STOP] and report["dtype"] == "float32"
+    accepted = [n for prompt in report["per_prompt"] for n in prompt["accepted"]]
+    assert report["tau"] == pytest.approx(sum(n + 1 for n in accepted) / len(accepted))
+    assert report["tokens"] == sum(len(prompt["output_ids"]) for prompt in report["per_prompt"]) == sum(n + 1 for n in accepted) + 3
+    assert report["accepted_histogram"] == [accepted.count(n) for n in range(report["block_size"])]
+    assert report["speedup"] == pytest.approx(report["seconds_plain"] / report["seconds_speculative"])
+    assert len(report["cumulative_acceptance"]) == report["block_size"] - 1 == (2 if how == "sampled" else 3)
+    if how == "tree":
+        assert report["tau_by_tree_budget"]["8"] == report["tau"] >= report["tau_by_tree_budget"]["3"]
+        assert "tree of 8 nodes" in printed
+    for prompt in report["per_prompt"]:
+        assert STOP not in prompt["output_ids"][:-1] and len(prompt["output_ids"]) <= 24
+    chat = Chat(load_tokenizer(tiny_target))
+    assert report["per_prompt"][0]["prompt_ids"] == chat.prompt([{"role": "user", "content": "count 7"}]).tolist()
+
+
+def test_no_compare_and_limit(evaluate):
+    """Lost otherwise: the quick look, which skips plain decoding and must not claim to have compared."""
+    report, printed = evaluate("--limit", 1, "--no-compare", "--max-new-tokens", 8)
+    assert (report["prompts"], report["lossless"], report["speedup"]) == (1, None, None)
+    assert "not compared" in printed
+
+
+def test_what_cannot_be_evaluated_is_refused(evaluate, tmp_path):
+    """Lost otherwise: a traceback, or numbers of a drafter that was never trained for this."""
+    build_target(tmp_path / "other", hidden_size=48, num_hidden_layers=3)
+    cases = {
+        "trained on blocks of 4": ["--block-size", 9],
+        "made for another target": ["--target", tmp_path / "other"],
+        "no such file": ["--prompts", tmp_path / "none.jsonl"],
+        "leave no room to answer": ["--max-new-tokens", 500],
+    }
+    for words, flags in cases.items():
+        with pytest.raises(UserError, match=words):
+            evaluate(*flags)
+
+
+def test_rows_that_ask_nothing_are_named(tiny_target, tmp_path):
+    """Lost otherwise: a row skipped without a word, and a tau over other prompts than the user thinks."""
+    chat = Chat(load_tokenizer(tiny_target))
+    for line in ('{"answer": 3}', "no json", "[1]", '{"prompt": 3}', '{"messages": "hello"}'):
+        path = tmp_path / "prompts.jsonl"
+        path.write_text('{"prompt": "fine"}\n' + line + "\n")
+        with pytest.raises(UserError, match=r"prompts.jsonl:2"):
+            read_prompts(path, chat, None, 400)
+        assert len(read_prompts(path, chat, 1, 400)) == 1
+
+
+def test_slots_count_only_where_the_answer_tested_them():
+    """Lost otherwise: acceptance per slot dragged down by answers that end in mid-block. Worked by hand, blocks of 4."""
+    answers = [
+        Answer([1], [5, 6, 7, 8, 9], accepted=[1, 1], matched=[1, 2], tried=[2, 2]),
+        Answer([1], [5, 6], accepted=[0], matched=[0], tried=[1]),
+    ]
+    report = summarize(answers, [], BLOCK)
+    assert report["tau"] == pytest.approx(5 / 3)
+    assert report["accepted_histogram"] == [1, 2, 0, 0]
+    assert report["cumulative_acceptance"] == pytest.approx([2 / 3, 1 / 3, 0])
+    assert report["conditional_acceptance"] == [pytest.approx(2 / 3), 0.5, None]
+
+
+def test_prompt_lookup_copies_from_prompt_and_answer():
+    """Lost otherwise: the baseline that a drafter has to beat. Worked by hand, blocks of 4 tokens."""
+    prompt, tokens = [1, 2, 3, 4, 5, 6, 1, 2], [3, 4, 5, 6, 9, 9, 9, 9, 9]
+    # prefill gave 3; [1 2 3] was followed by 4 5 6: all three drafts right, then 9 is the target's own;
+    # 9 is new: nothing to copy, 9 emitted; then 9 9 copies itself to the end
+    assert prompt_lookup(prompt, tokens, block_size=4) == [3, 0, 2]
+    assert prompt_lookup([1], [2, 3, 4], block_size=4) == [0, 0]
+    assert prompt_lookup([1], [2], block_size=4) == []
+
+
+def test_table_survives_a_run_without_verifications():
+    """Lost otherwise: an hour's run that crashes while printing, because every answer was one token long."""
+    summary = summarize([Answer([1], [2])], [], BLOCK) | {"tree_budget": None, "seconds_speculative": 1.0}
+    about = {"temperature": 0, "block_size": BLOCK, "dtype": "float32", "device": "cpu", "prompt_lookup_tau": None, "loops": 0.0}
+    assert "chain" in table(summary | about | {"runs": [summary], "per_prompt": []})
