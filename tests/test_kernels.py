@@ -283,7 +283,7 @@ def test_hanging_compile_is_reported(monkeypatch):
     slow, _ = outcome_of(lambda: cached(backend=backend)(*inputs()))
     inside.wait(60)
     try:
-        with pytest.raises(kernels.KernelError, match="kernel other .*another thread's compile"):
+        with pytest.raises(kernels.KernelError, match=r"kernel other .*another thread's compile"):
             kernels.handle("other", compute, "cpu", backend=BACKEND)(*inputs())
     finally:
         release.set()
