@@ -11,6 +11,7 @@ Legend: T tokens of the row, A anchors, K block slots, Q = A*K queries, H heads,
 Keys are numbered T context keys first, then the A*K block keys.
 """
 
+import importlib.util
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,10 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+if importlib.util.find_spec("triton"):  # comes with torch for CUDA
+    from common import attention_kernel
+
 TILE = 128
 """Queries and keys of a tile of the block-sparse mask."""
-KERNEL_OPTIONS = {}
-"""Tiles, warps and stages of the compiled kernel, with prefixes fwd_ and bwd_ (benchmarks/drafter_step.py --sweep)."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,8 @@ class MaskSpec:
 class Tiles(NamedTuple):
     """Which tiles of the mask hold visible pairs, by query tile and (for the backward pass) by key tile; full ones apart.
 
-    Shapes: counts int32 [1, 1, rows], indices int32 [1, 1, rows, columns], ascending, zero behind their count.
+    Shapes: counts int32 [1, 1, rows], indices int32 [1, 1, rows, columns], ascending, zero behind their count; key_ranges int32
+    [T / TILE, 4], the same by key tile as ranges of anchors.
     """
 
     kv_num_blocks: torch.Tensor
@@ -53,6 +56,7 @@ class Tiles(NamedTuple):
     q_indices: torch.Tensor
     full_q_num_blocks: torch.Tensor
     full_q_indices: torch.Tensor
+    key_ranges: torch.Tensor
 
 
 class MaskPlan(NamedTuple):
@@ -98,7 +102,23 @@ def plan_tiles(spec, anchor_A, lo_A, keep_A, window=None):
     full_MN = (keep & (full_first <= start_N) & (last >= start_N + TILE)).all(axis=1)
     blocks = np.eye(len(listed_MN), dtype=bool)  # a tile of queries against its own blocks is always partial
     partial, full = np.hstack((listed_MN & ~full_MN, blocks)), np.hstack((full_MN, blocks & False))
-    return Tiles(*_listed(partial), *_listed(full), *_listed(partial.T), *_listed(full.T))
+    lists = [x for mask in (partial, full, partial.T, full.T) for x in _listed(mask)]
+    return Tiles(*lists, key_ranges(spec, anchor_A, lo_A, keep_A, window))
+
+
+def key_ranges(spec, anchor_A, lo_A, keep_A, window=None):
+    """Which anchors see a tile of context keys, for kernels that walk them: int32 [T / TILE, 4].
+
+    Per tile: [first, end) see some of its keys, [full, full_end) all of them, in every slot; columns first, full, full_end, end.
+    Anchors are sorted and so are their intervals' ends; empty slots come last.
+    """
+    kept = np.count_nonzero(keep_A)
+    anchor, low = anchor_A[:kept], lo_A[:kept]
+    low, low_of_all = (low, low) if window is None else (np.maximum(low, anchor + k + 1 - window) for k in (0, spec.block_size - 1))
+    start = np.arange(0, spec.row_tokens, TILE)
+    some = np.searchsorted(anchor, start, "right"), np.searchsorted(low, start + TILE, "left")
+    full = np.searchsorted(anchor, start + TILE, "left"), np.searchsorted(low_of_all, start, "right")
+    return torch.from_numpy(np.stack((some[0], *full, some[1]), axis=1).astype(np.int32))
 
 
 def _listed(mask):
@@ -134,24 +154,21 @@ def dense_mask(spec, anchor_A, lo_A, keep_A, window=None):
     return visible(spec, anchor_A, lo_A, keep_A, window)(queries[:, None], keys[None, :])
 
 
+class SparseMask(NamedTuple):
+    """What the kernels on CUDA need of a packet's mask, for layers with one window."""
+
+    spec: MaskSpec
+    plan: MaskPlan
+    tiles: Tiles
+    window: int | None
+
+
 def mask_of(spec, plan, window):
-    """The mask that `attend` takes, for layers with this window (None: full layers): a BlockMask on CUDA, else the dense twin."""
+    """The mask that `attend` takes, for layers with this window (None: full layers): sparse on CUDA, else the dense twin."""
     tiles = plan.full_tiles if window is None else plan.sliding_tiles
     if tiles is None or plan.anchor_A.device.type != "cuda":
         return dense_mask(spec, plan.anchor_A, plan.lo_A, plan.keep_A, window)
-    return block_mask(spec, plan, tiles, window)
-
-
-def block_mask(spec, plan, tiles, window):
-    """The block-sparse twin: the planned tiles, with the predicate inside the partial ones."""
-    predicate = visible(spec, plan.anchor_A, plan.lo_A, plan.keep_A, window)
-    queries = spec.anchors * spec.block_size
-    return BlockMask(
-        seq_lengths=(queries, spec.row_tokens + queries),
-        BLOCK_SIZE=(TILE, TILE),
-        mask_mod=lambda batch, head, query, key: predicate(query, key),
-        **tiles._asdict(),
-    )
+    return SparseMask(spec, plan, tiles, window)
 
 
 def attend(query, context, block, mask):
@@ -160,9 +177,40 @@ def attend(query, context, block, mask):
     Shapes: query [A*K, H, d]; context = (keys, values) [T, G, d]; block = (keys, values) [A*K, G, d] -> [A*K, H, d].
     `mask` is what `mask_of` built, or None where everything is visible.
     """
-    query, key, value = (x.transpose(0, 1)[None] for x in (query, *(torch.cat(pair) for pair in zip(context, block, strict=True))))
-    if isinstance(mask, BlockMask):
-        out = flex_attention(query, key, value, block_mask=mask, enable_gqa=True, kernel_options=dict(KERNEL_OPTIONS))
-    else:
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
-    return out[0].transpose(0, 1)
+    if not isinstance(mask, SparseMask):
+        return attend_dense(query, context, block, mask)
+    if attention_kernel.fits(query, context[0], mask.spec.block_size):
+        return attend_kernel(query, context, block, mask)
+    return attend_flex(query, context, block, mask)
+
+
+def attend_dense(query, context, block, mask):
+    query, key, value = _stacked(query, context, block)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
+
+
+def attend_flex(query, context, block, mask):
+    """Any shape in whole tiles: the planned tiles, with the predicate inside the partial ones."""
+    spec, plan = mask.spec, mask.plan
+    predicate = visible(spec, plan.anchor_A, plan.lo_A, plan.keep_A, mask.window)
+    query, key, value = _stacked(query, context, block)
+    block_mask = BlockMask(
+        seq_lengths=(query.shape[2], key.shape[2]),
+        BLOCK_SIZE=(TILE, TILE),
+        mask_mod=lambda batch, head, q, k: predicate(q, k),
+        **{name: value for name, value in mask.tiles._asdict().items() if name != "key_ranges"},
+    )
+    return flex_attention(query, key, value, block_mask=block_mask, enable_gqa=True)[0].transpose(0, 1)
+
+
+def attend_kernel(query, context, block, mask):
+    """The kernels made for this mask, on the usual shapes."""
+    plan, block_size, window = mask.plan, mask.spec.block_size, mask.window or 0
+    return attention_kernel.attention(
+        query, *context, *block, plan.anchor_A, plan.lo_A, plan.keep_A, mask.tiles.key_ranges, block_size, window
+    )[0]
+
+
+def _stacked(query, context, block):
+    """Query, keys and values as [1, heads, rows, d], block keys behind the context's."""
+    return (x.transpose(0, 1)[None] for x in (query, *(torch.cat(pair) for pair in zip(context, block, strict=True))))

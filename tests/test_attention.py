@@ -99,19 +99,92 @@ def test_tile_lists_equal_the_predicate(window, block_size):
         assert np.array_equal(marked(*tiles[4:6]), partial.T) and np.array_equal(marked(*tiles[6:8]), full.T)
 
 
+def sparse_mask(spec, row, window):
+    plan = attention.plan(spec, *row, window)
+    return attention.SparseMask(spec, plan, plan.full_tiles if window is None else plan.sliding_tiles, window)
+
+
+def draw_inputs(generator, spec, heads, groups, size, dtype=torch.float64, device="cpu"):
+    """query, (context keys, values), (block keys, values); values are views into wider tensors, as the drafter's are."""
+    draw = lambda rows, count: torch.from_numpy(generator.standard_normal((rows, count, size))).to(device, dtype)  # noqa: E731
+    queries = spec.anchors * spec.block_size
+    pair = lambda rows: (draw(rows, groups), draw(rows, 2 * groups)[:, groups:])  # noqa: E731
+    return draw(queries, heads), pair(spec.row_tokens), pair(queries)
+
+
 @pytest.mark.parametrize("window", [None, 40])
-def test_block_sparse_twin_equals_the_dense_one(window):
+def test_flex_twin_equals_the_dense_one(window):
     """The kernel of the GPU must compute what the tests on CPU prove."""
     generator = np.random.default_rng(0)
     spec = attention.MaskSpec(row_tokens=256, anchors=8, block_size=16)
-    plan = attention.plan(spec, *random_row(generator, spec, anchors=7), window)
-    sparse = attention.block_mask(spec, plan, plan.full_tiles if window is None else plan.sliding_tiles, window)
-    draw = lambda rows, heads: torch.from_numpy(generator.standard_normal((rows, heads, 16)))  # noqa: E731
-    query, context, block = draw(128, 4), (draw(256, 2), draw(256, 2)), (draw(128, 2), draw(128, 2))
-    expected = attention.attend(query, context, block, attention.mask_of(spec, plan, window))
-    torch.testing.assert_close(attention.attend(query, context, block, sparse), expected)
-    out = torch.compile(attention.attend, backend="eager", fullgraph=True)(query, context, block, sparse)
+    mask = sparse_mask(spec, random_row(generator, spec, anchors=7), window)
+    inputs = draw_inputs(generator, spec, heads=4, groups=2, size=16)
+    expected = attention.attend(*inputs, attention.mask_of(spec, mask.plan, window))
+    torch.testing.assert_close(attention.attend_flex(*inputs, mask), expected)
+    out = torch.compile(attention.attend_flex, backend="eager", fullgraph=True)(*inputs, mask)
     torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("window", [None, 40, 300])
+@pytest.mark.parametrize("block_size", [4, 16])
+def test_key_ranges_equal_the_predicate(window, block_size):
+    """The backward kernel walks these ranges: an anchor left out would lose a gradient."""
+    generator = np.random.default_rng(block_size)
+    spec = attention.MaskSpec(row_tokens=640, anchors=256 // block_size, block_size=block_size)
+    for trial in range(12):
+        row = random_row(generator, spec, anchors=spec.anchors if trial < 6 else None)
+        ranges = attention.key_ranges(spec, *row, window)
+        dense = attention.dense_mask(spec, *map(torch.from_numpy, row), window)[:, : spec.row_tokens]
+        by_anchor = dense.view(spec.anchors, block_size, 5, attention.TILE)
+        anchors = torch.arange(spec.anchors)
+        for tile, (first, full, full_end, end) in enumerate(ranges.tolist()):
+            some = by_anchor[:, :, tile].any(2).any(1)
+            assert not some[(anchors < first) | (anchors >= end)].any()
+            assert torch.equal(by_anchor[:, :, tile].all(2).all(1), (anchors >= full) & (anchors < full_end))
+
+
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels run on CUDA alone")
+
+
+@CUDA
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize(("heads", "groups", "size", "block_size"), [(8, 2, 128, 16), (3, 1, 64, 8), (4, 4, 32, 4)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+def test_kernels_equal_the_dense_twin(window, heads, groups, size, block_size, dtype, tolerance):
+    """Output and every gradient, on rows of several documents, with empty slots and empty contexts."""
+    generator = np.random.default_rng(heads)
+    spec = attention.MaskSpec(row_tokens=640, anchors=512 // block_size, block_size=block_size)
+    mask = sparse_mask(spec, random_row(generator, spec, anchors=spec.anchors - 5), window)
+    mask = mask._replace(plan=(plan := mask.plan.to("cuda")), tiles=plan.full_tiles if window is None else plan.sliding_tiles)
+    query, context, block = draw_inputs(generator, spec, heads, groups, size, dtype, "cuda")
+    leaves = [x.detach().requires_grad_() for x in (query, *context, *block)]
+    truth = [x.detach().double().requires_grad_() for x in leaves]
+    assert attention.attention_kernel.fits(query, context[0], block_size)
+    out = attention.attend(leaves[0], leaves[1:3], leaves[3:], mask)
+    dense = attention.dense_mask(spec, *plan[:3], window)
+    expected = attention.attend(truth[0], truth[1:3], truth[3:], dense)
+    gradient = torch.randn_like(out)
+    got = out, *torch.autograd.grad(out, leaves, gradient)
+    for one, other in zip(got, (expected, *torch.autograd.grad(expected, truth, gradient.double())), strict=True):
+        assert (one - other).norm() <= tolerance * other.norm()
+
+
+@CUDA
+def test_kernels_compile_into_the_drafters_forward():
+    torch.library.opcheck(
+        attention.attention_kernel.attention,
+        opcheck_inputs(),
+        test_utils=("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static"),
+    )
+
+
+def opcheck_inputs():
+    generator = np.random.default_rng(0)
+    spec = attention.MaskSpec(row_tokens=256, anchors=8, block_size=16)
+    plan = attention.plan(spec, *random_row(generator, spec, anchors=7)).to("cuda")
+    query, context, block = draw_inputs(generator, spec, 4, 2, 64, torch.bfloat16, "cuda")
+    tensors = [x.requires_grad_() for x in (query, *context, *block)]
+    return *tensors, *plan[:3], plan.full_tiles.key_ranges, 16, 0
 
 
 def test_rows_that_fill_no_tiles_run_on_the_dense_twin():
