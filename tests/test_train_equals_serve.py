@@ -1,0 +1,243 @@
+"""What is trained is what is served: the numbers of a training packet against real decoding with the target, and against an export
+read as the engines read it. Float32, a drafter trained for some steps on answers that the target wrote.
+
+Each `check_*` is also what tests/test_canaries.py points known bugs at.
+"""
+
+import math
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from common import config as configuration
+from common import objective
+from common import plan as planning
+from common.decoding import BlockDrafter, Chooser, DecodingTarget, Proposal, decode, speculate
+from common.drafter import export
+from common.drafter_files import FULL, SLIDING
+from common.learner import Learner
+from common.target import Target
+from common.target import load as load_target
+from common.target_files import read_json
+from common.tokens import StoreWriter
+
+BLOCK, LIMIT, STOP, ROW_TOKENS = 4, 26, {258}, 128
+KINDS = {"full": [FULL, FULL], "sliding": [SLIDING, FULL]}
+
+
+@dataclass
+class Thread:
+    """A learner, the rows it sees, and the same target ready to verify."""
+
+    folder: object
+    learner: Learner
+    served: DecodingTarget
+    rows: list
+
+    def packet(self, row):
+        """A row with its features as the target captures them for training."""
+        spec = self.learner.plan.drafter
+        target = Target(load_target(self.folder, torch.device("cpu"), torch.float32), spec.taps)
+        features = torch.zeros(len(row.tokens), target.width)
+        target.capture(row, features)
+        return SimpleNamespace(row=row, features=features)
+
+    def documents(self):
+        """(prompt, answer) of every document of every row, in the rows' order."""
+        for row in self.rows:
+            for first, stop in row.spans():
+                prompt = int(np.argmax(row.loss_mask[first:stop]))
+                yield row.tokens[first : first + prompt].tolist(), row.tokens[first + prompt : stop].tolist()
+
+    def trained_hidden(self, row):
+        """The training path's hidden states at every anchor of a row, [N, K, D], and the accepted lengths that follow, [N]."""
+        seen, model = [], self.learner.model
+        handle = model.register_forward_hook(lambda module, inputs, output: seen.append(output.detach()))
+        accepted = self.learner.accepted(self.packet(row))
+        handle.remove()
+        return torch.cat(seen)[: len(accepted)], accepted
+
+    def block_drafter(self, tree_budget=None):
+        spec, learner = self.learner.plan.drafter, self.learner
+        return BlockDrafter(learner.model, learner.vocabulary, spec.mask_token_id, spec.block_size, tree_budget)
+
+    def answer(self, prompt, proposer):
+        return speculate(self.served, proposer, prompt, STOP, LIMIT, Chooser())
+
+
+def build_thread(folder, scratch, layer_types):
+    """Let the target answer twelve prompts, pack its answers and train a drafter on them with the trainer's own parts."""
+    served = DecodingTarget(load_target(folder, torch.device("cpu"), torch.float32), [0, 2])
+    draw, unused = np.random.default_rng(0), set(range(256))
+    with StoreWriter(scratch / "store", {"vocab_size": 272}) as store:
+        for _ in range(12):
+            prompt = [257, *draw.integers(0, 256, draw.integers(1, 12)).tolist()]
+            tokens = decode(served, prompt, STOP, LIMIT, Chooser()).tokens
+            unused -= {*prompt, *tokens}
+            store.add(prompt + tokens, [0] * len(prompt) + [1] * len(tokens))
+    shape = dict(layers=2, block_size=BLOCK, taps=[0, 2], dtype="float32", layer_types=layer_types, window=9, mask_token=min(unused))
+    config = configuration.from_dict(
+        dict(
+            target=dict(path=str(folder), dtype="float32"),
+            drafter=shape,
+            data=dict(path=str(scratch / "store"), pack_tokens=ROW_TOKENS),
+            objective=dict(anchors=40),
+            optim=dict(lr=1e-2, steps=60, schedule="constant"),
+        )
+    )
+    plan = planning.make(config, SimpleNamespace(first_per_host=lambda find: find(), drafters=1))
+    learner = Learner(plan, torch.device("cpu"))
+    thread = Thread(folder, learner, served, [plan.rows.row(i) for i in range(len(plan.rows))])
+    packets = [thread.packet(row) for row in thread.rows]
+    for step in range(60):
+        result = learner.backward(packets[step % len(packets)], number=step)
+        learner.optimizer.step(result.weight_sum)
+    return thread
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def thread(request, tiny_target, tmp_path_factory):
+    return build_thread(tiny_target, tmp_path_factory.mktemp("thread"), KINDS[request.param])
+
+
+class Spy:
+    """A drafter that remembers what it drafted at each position."""
+
+    def __init__(self, drafter):
+        self.drafter, self.hidden = drafter, {}
+        self.new_cache, self.extend = drafter.new_cache, drafter.extend
+
+    def draft(self, cache, block_embeddings, positions):
+        self.hidden[int(positions[0])] = hidden = self.drafter.draft(cache, block_embeddings, positions)
+        return hidden
+
+
+class Refused(BlockDrafter):
+    """Drafts as always but proposes what the target will not say, so that decoding stops at every position."""
+
+    def propose(self, token, position):
+        super().propose(token, position)
+        return Proposal([self.not_this[position], *self.masks[1:]], list(range(len(self.masks))))
+
+
+def served_hidden(thread, prompt, answer):
+    """What decoding drafts at every position of an answer: cached context, cropped caches, only new features. By position."""
+    drafter = thread.block_drafter()
+    refused = Refused(Spy(thread.learner.model), drafter.vocabulary, drafter.masks[0], BLOCK)
+    refused.not_this = {len(prompt) + i: (token + 1) % 272 for i, token in enumerate(answer[1:])}
+    assert thread.answer(prompt, refused).tokens == answer
+    return refused.drafter.hidden
+
+
+def check_hidden(thread):
+    """The training path's hidden states equal the serving path's, for every anchor and slot."""
+    documents = thread.documents()
+    for row in thread.rows:
+        trained, _ = thread.trained_hidden(row)
+        anchors, trained = objective.candidates(row).tolist(), iter(trained)
+        for first, stop in row.spans():
+            prompt, answer = next(documents)
+            served = served_hidden(thread, prompt, answer)
+            assert sorted(served) == [anchor - first for anchor in anchors if first <= anchor < stop]
+            for position in sorted(served):
+                torch.testing.assert_close(next(trained), served[position], atol=1e-4, rtol=1e-4)
+
+
+def check_walk(thread, tree_budget=None):
+    """The walk over a packet emits and verifies exactly as real greedy decoding does, document by document. Returns tau."""
+    walked, decoded = [], []
+    for row in thread.rows:
+        hidden, accepted = thread.trained_hidden(row)
+        if tree_budget is None:
+            emitted, verifications = objective.walk(accepted, row)
+        else:
+            learner = thread.learner
+            (chosen,) = objective.every_anchor(row, len(hidden))
+            blocks = objective.build_blocks(row, *chosen, BLOCK, learner.plan.drafter.mask_token_id)
+            emitted, verifications = objective.walk_tree(
+                *objective.rank_labels(hidden, learner.vocabulary, blocks, tree_budget), row, tree_budget
+            )
+        walked += zip(emitted.tolist(), verifications.tolist(), strict=True)
+    for prompt, tokens in thread.documents():
+        answer = thread.answer(prompt, thread.block_drafter(tree_budget))
+        assert answer.tokens == tokens
+        decoded.append((sum(answer.accepted) + len(answer.accepted), len(answer.accepted)))
+    assert walked == decoded
+    return sum(emitted for emitted, _ in walked) / sum(verifications for _, verifications in walked)
+
+
+def check_export(thread, scratch):
+    """The exported files, read as the engines read them, compute the training path's hidden states."""
+    learner, plan = thread.learner, thread.learner.plan
+    folder = export(scratch / "export", learner.master_tensors(), plan.drafter, plan.target, "float32", "float32")
+    row = thread.rows[0]
+    trained, features = thread.trained_hidden(row)[0], thread.packet(row).features
+    for anchor, expected in list(zip(objective.candidates(row).tolist(), trained, strict=True))[::5]:
+        first = int(row.document_start[anchor])
+        mask_token = read_json(folder / "config.json")["dflash_config"]["mask_token_id"]
+        block = learner.vocabulary.embed(torch.tensor([int(row.tokens[anchor])] + [mask_token] * (BLOCK - 1)))
+        torch.testing.assert_close(engine(folder, features[first:anchor], block), expected, atol=1e-4, rtol=1e-4)
+
+
+def engine(folder, features_NF, x_KD):
+    """One block behind its whole context, without a cache, from an export's files alone.
+
+    Source: z-lab/dflash dflash/model.py, with vLLM's and SGLang's rule for sliding layers; float64 throughout.
+    """
+    config = read_json(folder / "config.json")
+    weights = {name: tensor.double() for name, tensor in load_file(folder / "model.safetensors").items()}
+    d, heads, groups = config["head_dim"], config["num_attention_heads"], config["num_key_value_heads"]
+    N, K = len(features_NF), len(x_KD)
+
+    def norm(x, name):
+        return x / (x.square().mean(-1, keepdim=True) + config["rms_norm_eps"]).sqrt() * weights[name + ".weight"]
+
+    def project(x, name):
+        return x @ weights[name + ".weight"].T
+
+    def rotate(x_NHd, positions):
+        angles = positions[:, None, None] * config["rope_theta"] ** (-torch.arange(0, d, 2, dtype=torch.float64) / d)
+        real, imaginary = x_NHd[..., : d // 2], x_NHd[..., d // 2 :]
+        turned = torch.polar(torch.ones_like(angles), angles) * torch.complex(real, imaginary)
+        return torch.cat([turned.real, turned.imag], dim=-1)
+
+    context, x, positions = norm(project(features_NF.double(), "fc"), "hidden_norm"), x_KD.double(), torch.arange(N + K).double()
+    for i, kind in enumerate(config["layer_types"]):
+        layer = f"layers.{i}."
+        block = norm(x, layer + "input_layernorm")
+        keys_from = torch.cat([context, block])
+        attention = layer + "self_attn."
+        q = rotate(norm(project(block, attention + "q_proj").unflatten(-1, (heads, d)), attention + "q_norm"), positions[N:])
+        k = rotate(norm(project(keys_from, attention + "k_proj").unflatten(-1, (groups, d)), attention + "k_norm"), positions)
+        v = project(keys_from, attention + "v_proj").unflatten(-1, (groups, d))
+        k, v = (t.repeat_interleave(heads // groups, dim=1) for t in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(d)
+        if kind == SLIDING:
+            distance = positions[N:, None] - positions[None, :]
+            scores = scores.masked_fill((distance < 0) | (distance >= config["sliding_window"]), -math.inf)
+        x = x + project(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1), attention + "o_proj")
+        hidden = norm(x, layer + "post_attention_layernorm")
+        gate = torch.nn.functional.silu(project(hidden, layer + "mlp.gate_proj"))
+        x = x + project(gate * project(hidden, layer + "mlp.up_proj"), layer + "mlp.down_proj")
+    return norm(x, "norm").float()
+
+
+def test_decoding_drafts_what_training_computed(thread):
+    """Lost otherwise: everything. A drafter that is served other inputs than it was trained on accepts nothing, and no error says so."""
+    check_hidden(thread)
+
+
+@pytest.mark.parametrize("tree_budget", [None, 3, 12])
+def test_walk_tau_is_the_tau_of_real_decoding(thread, tree_budget):
+    """Lost otherwise: the number that chooses the best checkpoint. In float32, on the target's own answers, it is exact."""
+    tau = check_walk(thread, tree_budget)
+    assert 1.2 < tau < BLOCK, f"a drafter that accepts nothing, or everything, would prove little: tau {tau}"
+
+
+def test_an_export_read_as_the_engines_read_it_is_the_trained_drafter(thread, tmp_path):
+    """Lost otherwise: a drafter that only this suite can serve."""
+    check_export(thread, tmp_path)
