@@ -9,7 +9,8 @@ ago raises. It looks random, and with warm disk caches it is gone on the next ru
 
 Cause. Up to torch 2.13 "an FX trace is running" is one global of the process (`torch.fx._symbolic_trace._is_fx_tracing_flag`), raised
 by every trace inside every compile. Every compiled callable checks it on every call, warm or cold, before its body and outside any
-lock (`compile_wrapper` in torch/_dynamo/eval_frame.py). While thread A traces anything, thread B's call fails, on any device.
+lock (`compile_wrapper` in torch/_dynamo/eval_frame.py). While thread A traces anything, thread B's call fails, on any device. (2.13
+hides it while Dynamo itself compiles; any other trace still does it.)
 
 Why the obvious fixes fail. A dict of compiled functions keyed by device and filled under a lock: `torch.compile(...)` compiles
 nothing, so the lock protects nothing; the compile comes with the first call, and for the backward possibly in an autograd thread. A
