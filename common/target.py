@@ -22,7 +22,7 @@ from common.packet import Row
 VARLEN = "packed_varlen"  # our name among transformers' attention functions
 VARLEN_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters)
 LAYER_KINDS = {"full_attention", "sliding_attention"}
-PACKED_TOLERANCE = 2e-2  # relative, for the start-up check in the compute type; a leak between documents is of order one
+PACKED_TOLERANCE = 0.2  # relative: bf16 rounding over many layers reaches 0.04; a leak between documents is of order one
 
 
 class Target:
