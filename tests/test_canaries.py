@@ -1,0 +1,125 @@
+"""The known bugs of this field, planted one at a time: each must make the parity tests fail.
+
+Lost otherwise: the parity tests themselves. A test that cannot see a shifted position protects nobody from one.
+"""
+
+import pytest
+import test_attention
+import test_drafter
+import test_objective
+import test_target
+import torch
+from test_train_equals_serve import build_thread, check_export, check_hidden, check_walk
+
+from common import attention, objective
+from common.drafter import Drafter
+from common.drafter_files import FULL
+from common.target import Target
+
+
+@pytest.fixture(scope="module")
+def thread(tiny_target, tmp_path_factory):
+    return build_thread(tiny_target, tmp_path_factory.mktemp("thread"), [FULL, FULL])
+
+
+def tap_index_off_by_one(plant):
+    healthy = Target.__init__
+    plant(Target, "__init__", lambda self, model, taps, **options: healthy(self, model, [tap + 1 for tap in taps], **options))
+
+
+def mask_lets_the_anchor_in(plant):
+    healthy = attention.visible
+    plant(attention, "visible", lambda spec, anchor, lo, keep, window: healthy(spec, anchor + 1, lo, keep, window))
+
+
+def positions_shifted_by_one(plant):
+    healthy = objective.build_blocks
+
+    def build_blocks(*arguments):
+        blocks = healthy(*arguments)
+        blocks.positions_AK += 1
+        return blocks
+
+    plant(objective, "build_blocks", build_blocks)
+
+
+def context_not_normalised(plant):
+    healthy = Drafter._contexts
+
+    def contexts(self, *arguments):
+        norm, self.hidden_norm = self.hidden_norm, torch.nn.Identity()
+        try:
+            return healthy(self, *arguments)
+        finally:
+            self.hidden_norm = norm
+
+    plant(Drafter, "_contexts", contexts)
+
+
+def wrong_mask_id(plant):
+    healthy = objective.build_blocks
+    plant(objective, "build_blocks", lambda row, anchor, keep, size, mask, *rest: healthy(row, anchor, keep, size, mask + 1, *rest))
+
+
+def rotary_in_bfloat16(plant):
+    def tables(self, positions):
+        angles = (positions.bfloat16()[:, None] * self.frequencies.bfloat16()).float()
+        return angles.cos(), angles.sin()
+
+    plant(Drafter, "_tables", tables)
+
+
+def labels_shifted_by_one(plant):
+    healthy = objective.build_blocks
+
+    def build_blocks(*arguments):
+        blocks = healthy(*arguments)
+        blocks.labels_AK = blocks.labels_AK.roll(-1, dims=1)
+        return blocks
+
+    plant(objective, "build_blocks", build_blocks)
+
+
+def document_start_forgotten(plant):
+    healthy = attention.visible
+    plant(attention, "visible", lambda spec, anchor, lo, keep, window: healthy(spec, anchor, lo * 0, keep, window))
+
+
+CAUGHT_BY = {
+    tap_index_off_by_one: ["hidden", "walk", "target's taps"],
+    mask_lets_the_anchor_in: ["hidden", "walk", "mask by hand", "cached decoding"],
+    positions_shifted_by_one: ["hidden"],
+    context_not_normalised: ["export"],
+    wrong_mask_id: ["hidden"],
+    rotary_in_bfloat16: ["export", "rotary"],
+    labels_shifted_by_one: ["walk", "labels by hand"],
+    document_start_forgotten: ["hidden", "mask by hand"],
+}
+
+
+@pytest.fixture
+def checks(thread, tiny_target, tmp_path):
+    return {
+        "hidden": lambda: check_hidden(thread),
+        "walk": lambda: check_walk(thread),
+        "export": lambda: check_export(thread, tmp_path),
+        "target's taps": lambda: test_target.test_a_tap_is_the_output_of_its_decoder_layer(tiny_target, 1),
+        "mask by hand": lambda: test_attention.test_predicate_equals_the_mask_drawn_by_hand(None, test_attention.FULL),
+        "cached decoding": lambda: test_drafter.test_cached_decoding_equals_training(tiny_target, {}, 0),
+        "rotary": test_drafter.test_rotary_and_norms_are_float32_inside,
+        "labels by hand": test_objective.test_labels_stop_at_the_documents_end_and_at_the_first_unsupervised_token,
+    }
+
+
+@pytest.mark.parametrize("bug", CAUGHT_BY, ids=lambda bug: bug.__name__)
+def test_a_planted_bug_is_caught(bug, checks, monkeypatch):
+    bug(monkeypatch.setattr)
+    for name in CAUGHT_BY[bug]:
+        with pytest.raises(AssertionError):
+            checks[name]()
+            pytest.fail(f"{bug.__name__} passes {name!r}", pytrace=False)
+
+
+def test_without_a_bug_nothing_is_caught(checks):
+    for check in checks.values():
+        check()
