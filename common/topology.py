@@ -4,9 +4,12 @@ The only reader of RANK and WORLD_SIZE, the only maker of process groups.
 """
 
 import contextlib
+import json
 import os
 import socket
 import threading
+import time
+import uuid
 from collections import defaultdict
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -300,12 +303,14 @@ class ProcessesJob(_Job):
         local_rank, agent = int(os.environ["LOCAL_RANK"]), int(os.environ.get("GROUP_RANK", 0))
         self._timeout = timedelta(seconds=config.topology.timeout_s)
         try:
-            self.store, _, _ = next(rendezvous("env://", timeout=self._timeout))
+            shared, _, _ = next(rendezvous("env://", timeout=self._timeout))
         except (dist.DistNetworkError, dist.DistStoreError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
             raise UserError(
                 f"no rendezvous at MASTER_ADDR:MASTER_PORT ({reason}): start with torchrun; is the port taken or unreachable?"
             ) from None
+        self.attempt = _agree_on_attempt(shared, self.rank, self.world, config.topology.timeout_s)
+        self.store = dist.PrefixStore(f"attempt_{self.attempt}", shared)
         self.board = StoreBoard(self.store)
         me = {"role": role, "host": socket.gethostname(), "agent": agent, "local_rank": local_rank}
         self.layout = self._seat_all(self.board.gather("who", self.rank, self.world, me))
@@ -407,9 +412,8 @@ class ProcessesJob(_Job):
             mine = {t: g for (t, d), g in pairs.items() if d == self.member.index}
             link = links.P2PReceiver(here, depth, mine, self.staged)
             comm = (comms.StagedComm if self.staged else comms.GroupComm)(drafters, self.member.index, self.drafters)
-        self.seats = [
-            Seat(self.member.role, self.member.index, self.member.device, link, comm, deal, self.layout, self.board, _restarted())
-        ]
+        restarted = _restarted() or self.attempt > 1
+        self.seats = [Seat(self.member.role, self.member.index, self.member.device, link, comm, deal, self.layout, self.board, restarted)]
 
     def _open_channels(self, drafters, pairs):
         """First use of every NCCL communicator, in one order: opening them lazily in the order of need can deadlock."""
@@ -440,6 +444,40 @@ class ProcessesJob(_Job):
             self.board.put(f"left/{self.rank}", True)
         else:
             self.watch.explain(error, lost_connection=isinstance(error, dist.DistError) or "gloo" in str(error))
+
+
+def _agree_on_attempt(store, rank, world, timeout_s):
+    """The number of this attempt at the job, 1 for the first: a name for the part of the store that no earlier attempt wrote to.
+
+    torchrun's store outlives its restarts, and its agents count them differently (https://github.com/pytorch/pytorch/issues/135712).
+    So every rank leaves a fresh word, the first rank answers with a number and the words it read, and whoever finds its own word there
+    joins. A word of an earlier attempt is answered too, and the answer is given anew when it is replaced.
+    Raises: UserError naming the ranks that did not come.
+    """
+    word, deadline = uuid.uuid4().hex, time.monotonic() + timeout_s
+
+    def read(key):
+        return json.loads(store.get(key)) if store.check([key]) else None
+
+    store.set(f"word/{rank}", json.dumps(word))
+    number, answered = store.add("attempts", 1) if rank == 0 else None, None
+    while time.monotonic() < deadline:
+        if rank == 0:
+            words = [read(f"word/{other}") for other in range(world)]
+            if words != answered:
+                store.set("answer", json.dumps([number, words]))
+                answered = words
+            missing = [other for other in range(1, world) if read(f"joined/{other}") != number]
+            if not missing:
+                return number
+        elif (answer := read("answer")) is not None and word in answer[1]:
+            store.set(f"joined/{rank}", json.dumps(answer[0]))
+            return answer[0]
+        time.sleep(0.02)
+    raise UserError(
+        f"rank {rank} waited topology.timeout_s={timeout_s:.0f} for {f'ranks {missing}' if rank == 0 else 'rank 0'} to start: "
+        "see their logs, or raise topology.timeout_s"
+    )
 
 
 def _restarted():
