@@ -51,7 +51,10 @@ def main(argv):
 
 def load(arguments, folder, spec):
     """The target, a proposer for each tree budget (or one for chains), and their block size."""
-    device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        device = torch.empty(0, device=arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")).device
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"--device {arguments.device}: {str(error).splitlines()[0]}; use cpu, or a device that is there") from None
     trained_on = read_json(Path(arguments.drafter) / "config.json").get("dflash_config", {}).get("feature_dtype", "bfloat16")
     dtype = getattr(torch, arguments.dtype or trained_on)
     drafter = load_drafter(arguments.drafter, dtype, device)

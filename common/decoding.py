@@ -13,6 +13,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -171,10 +172,10 @@ def tree_mask(parents, start, window=None):
 
     Shapes: bool [R, S + R].
     """
-    ancestors_RR = torch.eye(len(parents) + 1, dtype=torch.bool)
+    ancestors_RR = np.eye(len(parents) + 1, dtype=bool)
     for row, parent in enumerate(parents, 1):
         ancestors_RR[row] |= ancestors_RR[parent]
-    visible = torch.cat([torch.ones(len(parents) + 1, start, dtype=torch.bool), ancestors_RR], dim=1)
+    visible = torch.cat([torch.ones(len(parents) + 1, start, dtype=torch.bool), torch.from_numpy(ancestors_RR)], dim=1)
     if window is not None:
         positions_R = start + torch.tensor(tree_depths(parents))
         visible &= positions_R[:, None] - torch.cat([torch.arange(start), positions_R]) < window

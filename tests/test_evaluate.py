@@ -7,6 +7,7 @@ import torch
 from conftest import build_target
 
 import evaluate_drafter
+from benchmarks import decode
 from common.acceptance import prompt_lookup, summarize, table
 from common.chat import Chat, load_tokenizer
 from common.config import DrafterConfig, UserError
@@ -93,6 +94,7 @@ def test_what_cannot_be_evaluated_is_refused(evaluate, tmp_path):
     cases = {
         "trained on blocks of 4": ["--block-size", 9],
         "made for another target": ["--target", tmp_path / "other"],
+        "use cpu, or a device that is there": ["--device", "abacus"],
         "no such file": ["--prompts", tmp_path / "none.jsonl"],
         "leave no room to answer": ["--max-new-tokens", 500],
     }
@@ -140,3 +142,12 @@ def test_table_survives_a_run_without_verifications():
     summary = summarize([Answer([1], [2])], [], BLOCK) | {"tree_budget": None, "seconds_speculative": 1.0}
     about = {"temperature": 0, "block_size": BLOCK, "dtype": "float32", "device": "cpu", "prompt_lookup_tau": None, "loops": 0.0}
     assert "chain" in table(summary | about | {"runs": [summary], "per_prompt": []})
+
+
+def test_benchmark_of_decoding_runs(tiny_target, drafter_folder, prompts_file, capsys):
+    """Lost otherwise: a benchmark found broken on the day it is needed, on a rented GPU."""
+    decode.main(["--tiny"])
+    decode.main(["--tiny", "--target", str(tiny_target), "--drafter", str(drafter_folder), "--prompts", str(prompts_file)])
+    cases = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [case["method"] for case in cases] == ["plain", "chain", "tree of 16", "tree of 64", "tree of 256"] * 2
+    assert all(case["tokens_per_s"] > 0 and case["tau"] >= 1 for case in cases)
