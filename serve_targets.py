@@ -22,7 +22,7 @@ class Server:
         self.plan, self.seat = plan, seat
         chosen = plan.config.target
         model = model or target.load(plan.folder, seat.device, plan.shape.dtype, chosen.trust_remote_code)
-        self.target = target.Target(model, plan.drafter.taps, chosen.execution, plan.final_hidden, chosen.compile)
+        self.target = target.Target(model, plan.drafter.taps, chosen.execution, plan.final_hidden, chosen.compile, plan.row_documents)
         self._busy = BusyClock(seat.device)
         self._blocked_s = 0.0
 

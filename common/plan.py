@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from common import config as configuration
@@ -31,6 +32,11 @@ class Plan:
         """(epoch, row index, Row) of an item."""
         epoch, index = self.deal.row_of(item)
         return epoch, index, (self.rows if item.kind == tokens.TRAIN else self.heldout).row(index)
+
+    @property
+    def row_documents(self):
+        """Most documents of any row."""
+        return max(int(np.diff(loader.rows.offsets).max()) for loader in (self.rows, self.heldout) if loader is not None)
 
     @property
     def final_hidden(self):

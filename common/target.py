@@ -28,12 +28,15 @@ PACKED_TOLERANCE = 0.2  # relative: bf16 rounding over many layers reaches 0.04;
 class Target:
     """A causal language model (of transformers) that gives out hidden states and nothing else.
 
+    No row holds more than `row_documents` documents.
+
     Raises: UserError for taps out of range and for families that cannot run as asked.
     """
 
-    def __init__(self, model, taps, execution="auto", final_hidden=False, compile_layers=True):
+    def __init__(self, model, taps, execution="auto", final_hidden=False, compile_layers=True, row_documents=64):
         device, dtype = model.device, model.dtype
         self.device, self.dtype, self.taps, self.final_hidden = device, dtype, tuple(taps), final_hidden
+        self._slots = row_documents + 1  # the padding runs as a document too
         self.decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.model
         self.hidden_size = self.decoder.config.hidden_size
         layers = self.decoder.layers
@@ -96,9 +99,8 @@ class Target:
         return np.diff(np.append(starts, len(row.tokens)))
 
     def _varlen_arguments(self, lengths):
-        """Fixed-length cumulative lengths (rounded up to a power of two, filled with empty documents), so that nothing recompiles."""
-        slots = max(64, 1 << len(lengths).bit_length())
-        cumulative = np.full(slots + 1, lengths.sum(), np.int32)
+        """Cumulative lengths, filled up with empty documents to one length for all rows, so that nothing recompiles."""
+        cumulative = np.full(self._slots + 1, lengths.sum(), np.int32)
         cumulative[: len(lengths) + 1] = np.concatenate([[0], np.cumsum(lengths)])
         on_device = self._ship(cumulative)
         total = int(lengths.sum())
@@ -145,8 +147,9 @@ class Target:
         def run(layer, hidden_states, kwargs):
             return type(layer).forward(layer, hidden_states, **kwargs)
 
-        compiled = kernels.handle("target_layer", run, self.device, signature=(self.hidden_size, self.dtype))
-        for layer in self.decoder.layers:
+        kinds = getattr(self.decoder.config, "layer_types", None) or ["full_attention"] * len(self.decoder.layers)
+        for layer, kind in zip(self.decoder.layers, kinds, strict=False):
+            compiled = kernels.handle("target_layer", run, self.device, signature=(self.hidden_size, self.dtype, kind))
             layer.forward = functools.partial(_call_layer, compiled, layer)
 
 

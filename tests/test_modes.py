@@ -1,6 +1,7 @@
 """One seed, one run: wherever the workers sit, the same numbers come out, bit by bit."""
 
 import json
+import threading
 
 import pytest
 import yaml
@@ -8,6 +9,7 @@ from ranks import Job, torchrun
 
 import train_drafter
 from common.checkpoint import open_checkpoint
+from serve_targets import Server
 
 
 @pytest.fixture
@@ -71,3 +73,36 @@ def test_two_drafters_agree_in_threads_and_processes_and_are_equal_after_an_aver
 def test_every_objective_travels(preset, tmp_path, objective):
     """Distillation needs the final hidden state on the drafter's side; it must arrive in the right columns there too."""
     assert processes(preset, 2, tmp_path / "processes", *objective) == solo(preset, tmp_path / "solo", *objective)
+
+
+def test_ddp_is_one_drafter_with_more_packets_a_step(preset, tmp_path):
+    """`ddp` is the baseline that averaging is judged by: it must be large-batch training exactly, one division at the end."""
+    overrides = ["optim.steps=5", "checkpoint.every=5"]
+    together = processes(preset, 3, tmp_path / "ddp", "topology.drafters=2", "sync.mode=ddp", *overrides)
+    alone = solo(preset, tmp_path / "solo", "optim.accumulate=2", *overrides)
+    assert [entry[:2] for entry in together] == [entry[:2] for entry in alone]
+    assert [value for *_, value in together] == pytest.approx([value for *_, value in alone], rel=1e-4)
+
+
+def test_threads_run_for_three_hundred_steps(preset, tmp_path):
+    """Queues, buffers and barriers that leak or deadlock do so after a while, not in the first steps."""
+    overrides = ["topology.mode=threads", "topology.targets=3", "topology.drafters=2", "optim.steps=300", "log.every=50"]
+    assert len(solo(preset, tmp_path / "threads", *overrides, "validation.every=300", "checkpoint.every=300")) == 6 * 3 + 1
+
+
+@pytest.mark.parametrize("role", ["target", "drafter"])
+def test_a_failing_thread_ends_all_others_and_says_who_it_was(preset, tmp_path, monkeypatch, role):
+    """Otherwise one worker's exception leaves the rest waiting on queues and barriers for ever."""
+    owner, name = (Server, "capture") if role == "target" else (train_drafter.Trainer, "train_step")
+    healthy = getattr(owner, name)
+
+    def failing(self, first, *rest):
+        if self.seat.index == 1 and getattr(first, "step", first) == 5:
+            raise ZeroDivisionError("planted")
+        return healthy(self, first, *rest)
+
+    monkeypatch.setattr(owner, name, failing)
+    with pytest.raises(ZeroDivisionError, match="planted") as failure:
+        solo(preset, tmp_path / "threads", "topology.mode=threads", "topology.targets=2", "topology.drafters=2")
+    assert failure.value.__notes__ == [f"raised by {role} 1 on cpu"]
+    assert [t.name for t in threading.enumerate() if t.name.startswith(("target", "drafter"))] == []
