@@ -17,6 +17,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import measure
 from common import attention, kernels, objective
+from common.attention import attention_kernel
 from common.config import ObjectiveConfig
 from common.drafter import Drafter
 from common.drafter_files import FULL, SLIDING, DrafterSpec
@@ -34,6 +35,11 @@ TINY = dataclasses.replace(
     taps=(0, 2), vocab_size=97, mask_token_id=96,
 )  # fmt: skip
 CASES = {"full": [(3072, 1, 512), (12288, 4, 2048)], "tiny": [(128, 1, 32), (256, 4, 64)]}
+TILINGS = {  # queries, keys, warps, stages
+    "forward": [(128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2)],
+    "queries": [(128, 64, 8, 2), (128, 64, 8, 3), (128, 32, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (64, 32, 4, 3)],
+    "keys": [(64, 128, 8, 2), (64, 128, 8, 3), (32, 128, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (32, 128, 4, 3)],
+}
 KERNEL_CLASSES = {  # the first class with a matching part of the kernel's name
     "attention": ("flex_attention", "_attention"),
     "head": ("cross_entropy",),
@@ -210,56 +216,55 @@ def steady(step, device, generator, row_tokens, anchors, packets):
 
 
 def sweep(device, tiny, repeats):
-    """Times of the attention alone, forward and backward, per layer of the 8B shape, over the options of the flex kernels."""
+    """Times of the attention alone at one layer of the 8B shape: each kernel over its tilings, then whole beside the other twins."""
     spec, (row_tokens, documents, anchors) = (TINY, CASES["tiny"][0]) if tiny else (SPEC, CASES["full"][0])
-    dtype = torch.float32 if tiny else torch.bfloat16
+    dtype, queries = torch.float32 if tiny else torch.bfloat16, anchors * spec.block_size
     blocks = build_blocks(spec, random_row(np.random.default_rng(0), row_tokens, documents, spec.vocab_size), anchors)
-    flop = useful_flop(spec, row_tokens, anchors, visible_pairs(blocks, spec))["attention"] / 3.5 / spec.layers
-    blocks = blocks.to(device)
+    product_flop = 2 * spec.heads * spec.head_dim * visible_pairs(blocks, spec)
+    plan = blocks.mask.to(device)
+    mask = attention.SparseMask(attention.MaskSpec(row_tokens, anchors, spec.block_size), plan, plan.full_tiles, None)
     draw = lambda rows, heads: torch.randn(rows, heads, spec.head_dim, device=device, dtype=dtype, requires_grad=True)  # noqa: E731
-    queries = anchors * spec.block_size
     inputs = [draw(queries, spec.heads), *(draw(rows, spec.kv_heads) for rows in (row_tokens, row_tokens, queries, queries))]
-    out_gradient = torch.randn_like(inputs[0])
-    mask_spec = attention.MaskSpec(row_tokens, anchors, spec.block_size)
-    best = {}
-    forward = [
-        ("fwd", m, n, w, s) for m, n, w, s in [(128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3), (64, 128, 4, 3), (128, 64, 4, 3)]
-    ]
-    backward = [
-        ("bwd", *c)
-        for c in [
-            (32, 128, 128, 32, 4, 3),
-            (64, 128, 128, 64, 8, 3),
-            (64, 128, 128, 64, 8, 2),
-            (64, 64, 64, 64, 4, 3),
-            (64, 128, 128, 64, 4, 2),
-        ]
-    ]
-    for kind, *tiles, warps, stages in [forward[0], *backward] if tiny else forward + backward:
-        names = ("BLOCK_M", "BLOCK_N") if kind == "fwd" else ("BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2")
-        options = dict(zip((*names, "num_warps", "num_stages"), (*tiles, warps, stages), strict=True))
-        attention.KERNEL_OPTIONS = {f"{kind}_{name}": value for name, value in options.items()}
+    gradient = torch.randn_like(inputs[0])
+    report = lambda **case: measure.report(device, benchmark="attention_sweep", **case)  # noqa: E731
 
-        def attend(query, context_key, context_value, block_key, block_value, plan):
-            mask = attention.mask_of(mask_spec, plan, None)
-            return attention.attend(query, (context_key, context_value), (block_key, block_value), mask)
+    def time_whole(name, attend, mask):
+        run = kernels.handle(f"attention_{name}", lambda q, k, v, bk, bv, mask: attend(q, (k, v), (bk, bv), mask), device)
+        out = run(*inputs, mask)
+        both = measure.timed(lambda: torch.autograd.grad(run(*inputs, mask), inputs, gradient), device, repeats=repeats)
+        backward = measure.timed(lambda: torch.autograd.grad(out, inputs, gradient, retain_graph=True), device, repeats=repeats)
+        report(kernel=name, forward_ms=both.median_ms - backward.median_ms, backward_ms=backward.median_ms)
 
-        kernel = kernels.handle("attention", attend, device, (kind, *options.values()))
-        try:
-            out = kernel(*inputs, blocks.mask)
-            if kind == "fwd":
-                times = measure.timed(lambda kernel=kernel: kernel(*inputs, blocks.mask), device, repeats=repeats)
-            else:
-                gradient = lambda out=out: torch.autograd.grad(out, inputs, out_gradient, retain_graph=True)  # noqa: E731
-                times = measure.timed(gradient, device, repeats=repeats)
-        except Exception as error:  # an option that does not fit the chip is an answer, too
-            measure.report(device, benchmark="attention_sweep", kind=kind, **options, error=f"{type(error).__name__}: {error}"[:200])
-            continue
-        tflops = measure.tflops(flop * (1 if kind == "fwd" else 2.5), times)
-        best[kind] = max(best.get(kind, (0, {})), (tflops, options), key=lambda pair: pair[0])
-        measure.report(device, benchmark="attention_sweep", kind=kind, **options, **times._asdict(), useful_tflops=tflops)
-    for kind, (tflops, options) in best.items():
-        measure.report(device, benchmark="attention_sweep_best", kind=kind, useful_tflops=tflops, options=options)
+    if device.type == "cuda":
+        for kernel, products, run in kernel_runs(inputs, gradient, mask):
+            best = (float("inf"), attention_kernel.TILING[kernel])
+            for tiling in TILINGS[kernel]:
+                attention_kernel.TILING[kernel] = tiling
+                try:
+                    times = measure.timed(run, device, repeats=repeats)
+                except Exception as error:  # a tiling that does not fit the chip is an answer, too
+                    report(kernel=kernel, tiling=tiling, error=f"{type(error).__name__}: {error}"[:160])
+                    continue
+                best = min(best, (times.median_ms, tiling))
+                report(kernel=kernel, tiling=tiling, **times._asdict(), tflops=measure.tflops(products * product_flop, times))
+            attention_kernel.TILING[kernel] = best[1]
+            report(kernel=kernel, best=best[1], median_ms=best[0])
+        time_whole("kernel", attention.attend_kernel, mask)
+        time_whole("flex", attention.attend_flex, mask)
+    else:
+        time_whole("dense", attention.attend_dense, attention.dense_mask(mask.spec, *plan[:3]))
+
+
+def kernel_runs(inputs, gradient, mask):
+    """(kernel, products it makes of a tile, a call that runs it alone) for the three kernels of the drafter's attention."""
+    leaves, intervals = [x.detach() for x in inputs], mask.plan[:3]
+    static = mask.spec.block_size, 0
+    forward = lambda: attention_kernel.attention(*leaves, *intervals, mask.tiles.key_ranges, *static)  # noqa: E731
+    out, lse = forward()
+    by_queries = lambda: attention_kernel.backward_queries(gradient, leaves, intervals, out, lse, *static)  # noqa: E731
+    delta = by_queries()[-1]
+    by_keys = lambda: attention_kernel.backward_keys(gradient, leaves, intervals, mask.tiles.key_ranges, lse, delta, *static)  # noqa: E731
+    return ("forward", 2, forward), ("queries", 3, by_queries), ("keys", 4, by_keys)
 
 
 def main(arguments):

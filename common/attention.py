@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+attention_kernel = None
 if importlib.util.find_spec("triton"):  # comes with torch for CUDA
     from common import attention_kernel
 
