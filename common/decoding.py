@@ -92,13 +92,10 @@ class DecodingTarget:
 
     def _tree_masks(self, parents, start):
         """Additive masks [1, 1, R, S + R] by layer type; families with one type take the mask itself."""
-        masks = {}
+        masks, kind = {}, {"dtype": self.model.dtype, "device": self.device}
         for layer_type, window in self.windows.items():
-            visible = tree_mask(parents, start, window).to(self.device)
-            hidden = torch.finfo(self.model.dtype).min
-            masks[layer_type] = torch.zeros(visible.shape, dtype=self.model.dtype, device=self.device).masked_fill_(~visible, hidden)[
-                None, None
-            ]
+            hidden = ~tree_mask(parents, start, window).to(self.device)[None, None]
+            masks[layer_type] = torch.zeros(hidden.shape, **kind).masked_fill_(hidden, torch.finfo(self.model.dtype).min)
         return masks if len(masks) > 1 else masks.popitem()[1]
 
 
