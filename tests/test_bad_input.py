@@ -95,6 +95,9 @@ def _other_torch(rank):
 
 
 def _own_directory(root, rank):
+    import common.checkpoint
+
+    common.checkpoint.PROBE_WAIT_S = 1.0
     os.makedirs(f"{root}/{rank}", exist_ok=True)
     os.chdir(f"{root}/{rank}")
 
@@ -158,7 +161,7 @@ def test_a_store_of_another_tokenizer_is_refused(tiny_preset, tiny_target, tmp_p
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     (target / "tokenizer.json").write_text(json.dumps(tokenizer))
     output = output_of(["--config", tiny_preset, f"log.dir={tmp_path}/run", f"target.path={target}"])
-    assert "tokenizer" in output and "prepare_data.py pack" in output
+    assert "another tokenizer" in output and "pack it again with --target" in output
 
 
 def test_tokens_beyond_the_vocabulary_are_refused(tiny_preset, tmp_path):
@@ -168,7 +171,7 @@ def test_tokens_beyond_the_vocabulary_are_refused(tiny_preset, tmp_path):
         writer.add(np.full(100, 300), np.ones(100))
     writer.close()
     output = output_of(["--config", tiny_preset, f"log.dir={tmp_path}/run", f"data.path={tmp_path}/store"])
-    assert "300" in output and "272" in output and "prepare_data.py pack" in output
+    assert "300" in output and "272" in output and "pack it again with --target" in output
 
 
 @pytest.fixture(scope="module")

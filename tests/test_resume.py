@@ -29,9 +29,9 @@ def killed(preset, folder, *overrides, sabotage, ranks=1):
         job.wait_until(lambda: any(p.exitcode == -signal.SIGKILL for p in job.processes))
 
 
-def weights(folder, step=12):
-    """Bytes of every file of a checkpoint: masters and each drafter's moments."""
-    checkpoint = folder / "checkpoints" / f"step_{step:08d}"
+def weights(folder):
+    """Bytes of every file of the newest checkpoint: masters and each drafter's moments."""
+    checkpoint = max((folder / "checkpoints").glob("step_*"))
     return {path.name: path.read_bytes() for path in checkpoint.glob("*.safetensors")}
 
 

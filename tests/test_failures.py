@@ -1,0 +1,237 @@
+"""Ranks die and hang, disks fill up, users press Ctrl-C: the job goes on from its checkpoint, or ends soon with the culprit's name."""
+
+import errno
+import functools
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from ranks import Job, descendants, start_torchrun, stop_job
+from test_resume import arguments, assert_equal_runs, finish, kill_at_call, stop_at, weights
+
+from common.checkpoint import RunDirectory
+
+SOON = "topology.timeout_s=4"
+
+
+def first_error(output):
+    return next(line for line in output.splitlines() if line.startswith(("error", "Traceback")))
+
+
+def test_killed_ranks_cost_at_most_the_steps_since_the_last_checkpoint(tiny_preset, tmp_path):
+    """Under torchrun --max-restarts a target and then a drafter are killed; nobody has to come and start the job again."""
+    overrides = ("optim.steps=40", "checkpoint.every=8", "sync.every=8", "topology.drafters=1")
+    finish(tiny_preset, tmp_path / "straight", *overrides, ranks=3)
+    run = tmp_path / "run"
+    with open(tmp_path / "output", "w") as output:
+        job = start_torchrun(
+            "train_drafter.py", *arguments(tiny_preset, run, *overrides), ranks=3, options=["--max-restarts", "3"], output=output
+        )
+    try:
+        for victim, step in (("target 1", 8), ("drafter 0", 24)):
+            wait_for(job, lambda step=step: (run / f"checkpoints/step_{step:08d}").exists(), tmp_path / "output")
+            os.kill(pid_of(job, tmp_path / "output", victim), signal.SIGKILL)
+        assert job.wait(timeout=120) == 0, (tmp_path / "output").read_text()[-4000:]
+    finally:
+        stop_job(job)
+    assert_equal_runs(tmp_path / "straight", run)
+    assert (tmp_path / "output").read_text().count("resuming from") == 2
+
+
+def wait_for(job, condition, output):
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert job.poll() is None and time.monotonic() < deadline, output.read_text()[-4000:]
+        time.sleep(0.02)
+
+
+def pid_of(job, output, member):
+    """The process of a role, by the rank that the start-up print gives it."""
+    rank = re.findall(rf"{member}: rank (\d+)", output.read_text())[-1]
+    for pid in descendants(job.pid):
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        if f"RANK={rank}".encode() in variables:
+            return pid
+    raise AssertionError(f"no process of rank {rank}")
+
+
+def kill_target_1(rank):
+    if rank == 1:
+        from common.target import Target
+
+        kill_at_call(Target, "capture", 4, True, rank)
+
+
+def hang(rank, victim):
+    """SIGSTOP this process in the middle of its fourth packet."""
+    if rank == victim:
+        from common.target import Target
+        from train_drafter import Trainer
+
+        of, method = (Target, "capture") if victim < 2 else (Trainer, "train_step")
+        original, calls = getattr(of, method), []
+
+        def stopping(*args):
+            calls.append(1)
+            if len(calls) == 4:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return original(*args)
+
+        setattr(of, method, stopping)
+
+
+def test_without_restarts_a_death_ends_the_job_and_is_named(tiny_preset, tmp_path):
+    """Else the others wait for ever, or print stacks of innocents."""
+    with Job(arguments(tiny_preset, tmp_path / "run", SOON), 3, kill_target_1) as job:
+        codes = job.wait(timeout_s=30)
+        assert codes[1] == -signal.SIGKILL and codes[0] > 0 and codes[2] > 0
+        assert "target 1 (rank 1 on " in first_error(job.output), job.output
+
+
+@pytest.mark.parametrize(("victim", "name"), [(1, "target 1"), (2, "drafter 0")])
+def test_a_hanging_rank_is_named(tiny_preset, tmp_path, victim, name):
+    with Job(arguments(tiny_preset, tmp_path / "run", SOON), 3, functools.partial(hang, victim=victim)) as job:
+        others = [process for rank, process in enumerate(job.processes) if rank != victim]
+        job.wait_until(lambda: not any(process.is_alive() for process in others), timeout_s=40)
+        assert all(process.exitcode > 0 for process in others)
+        assert f"{name} (rank {victim} on " in first_error(job.output), job.output
+
+
+def slow_checkpoint(rank):
+    commit = RunDirectory.commit
+
+    def slowly(*args):
+        time.sleep(6)
+        commit(*args)
+
+    RunDirectory.commit = slowly
+
+
+def test_a_slow_checkpoint_kills_nobody(tiny_preset, tmp_path):
+    """Writing 12 GB to a busy file system takes longer than the timeout, and is no fault."""
+    with Job(arguments(tiny_preset, tmp_path / "run", SOON, "optim.steps=5", "checkpoint.every=4"), 3, slow_checkpoint) as job:
+        assert job.wait() == [0, 0, 0], job.output
+
+
+def wait_at(step, flag, rank):
+    """Leave a note when a step begins, and stay there."""
+    from train_drafter import Trainer
+
+    train_step = Trainer.train_step
+
+    def waiting(trainer, now, entries):
+        if now == step:
+            open(flag, "w").close()
+            time.sleep(60)
+        train_step(trainer, now, entries)
+
+    Trainer.train_step = waiting
+
+
+@pytest.fixture
+def busy(tiny_preset, tmp_path):
+    """A job of one rank that sits in its third step."""
+    flag = tmp_path / "flag"
+    with Job(arguments(tiny_preset, tmp_path / "run"), 1, functools.partial(wait_at, 3, flag)) as job:
+        job.wait_until(flag.exists)
+        yield job
+
+
+def test_sigterm_ends_at_once_with_143(busy):
+    """Launchers send it and kill 30 s later: whoever then writes a checkpoint leaves half of one."""
+    busy.signal(0, signal.SIGTERM)
+    assert busy.wait(timeout_s=5) == [143]
+
+
+def test_a_second_interrupt_ends_at_once(busy):
+    busy.signal(0, signal.SIGINT)
+    busy.wait_until(lambda: "stopping at the next averaging" in busy.output)
+    time.sleep(2.1)  # sooner it would be the echo of the first, which a terminal's Ctrl-C makes under torchrun
+    busy.signal(0, signal.SIGINT)
+    assert busy.wait(timeout_s=5) == [130]
+
+
+def impatient(step, flag, rank):
+    import common.watch
+
+    common.watch.INTERRUPT_GRACE_S = 1.0
+    wait_at(step, flag, rank)
+
+
+def test_an_interrupt_gives_up_waiting(tiny_preset, tmp_path):
+    with Job(arguments(tiny_preset, tmp_path / "run"), 1, functools.partial(impatient, 3, tmp_path / "flag")) as job:
+        job.wait_until((tmp_path / "flag").exists)
+        job.signal(0, signal.SIGINT)
+        assert job.wait(timeout_s=10) == [130]
+
+
+def test_a_signal_to_any_drafter_stops_all_ranks(tiny_preset, tmp_path):
+    """SIGUSR1 to the second of two drafters: all four ranks end with 0, and the checkpoint is there."""
+    overrides = ("topology.drafters=2", "sync.every=4")
+    with Job(arguments(tiny_preset, tmp_path / "run", *overrides), 4, second_drafter_asks) as job:
+        assert job.wait() == [0, 0, 0, 0], job.output
+        assert "stopped after step 8" in job.output
+    assert weights(tmp_path / "run")
+
+
+def second_drafter_asks(rank):
+    if rank == 3:
+        stop_at(6, signal.SIGUSR1, rank)
+
+
+def test_a_second_job_in_a_run_directory_is_refused(tiny_preset, tmp_path):
+    with Job(arguments(tiny_preset, tmp_path / "run"), 1, functools.partial(wait_at, 3, tmp_path / "flag")) as first:
+        first.wait_until((tmp_path / "flag").exists)
+        with Job(arguments(tiny_preset, tmp_path / "run")) as second:
+            assert second.wait() == [2]
+            assert f"in use by another job (pid {first.processes[0].pid} on " in second.output and "Traceback" not in second.output
+
+
+def io_error(rank):
+    """The disk under checkpoint 2 and its export gives up."""
+    import common.checkpoint
+
+    write, calls = common.checkpoint._write_safetensors, []
+
+    def failing(path, tensors):
+        calls.append(path)
+        if len(calls) == 3:
+            raise OSError(errno.EIO, "Input/output error")
+        return write(path, tensors)
+
+    common.checkpoint._write_safetensors = failing
+
+
+def test_an_io_error_costs_one_checkpoint(tiny_preset, tmp_path):
+    finish(tiny_preset, tmp_path / "straight")
+    with Job(arguments(tiny_preset, tmp_path / "run"), 1, io_error) as job:
+        assert job.wait() == [0]
+        assert "WARNING: no checkpoint of step 8" in job.output and "Input/output error" in job.output
+    assert_equal_runs(tmp_path / "straight", tmp_path / "run")
+    assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == ["step_00000004", "step_00000012"]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system that has room for one checkpoint of the tiny drafter and its export, not for two."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=440k", "tmpfs", folder], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"needs the right to mount a tmpfs: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_a_full_disk_does_not_end_the_training(tiny_preset, small_disk, tmp_path):
+    with Job(arguments(tiny_preset, small_disk / "run", "log.tensorboard=true")) as job:
+        assert job.wait() == [0], job.output
+        assert "WARNING: no checkpoint of step" in job.output and "No space left on device" in job.output
+        assert "step 12/12" in job.output, "training went on to its end"
+    directory = RunDirectory(small_disk / "run")
+    assert directory.newest_valid().step == 4
+    assert (directory.exports / "latest/model.safetensors").is_file()
