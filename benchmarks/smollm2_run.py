@@ -1,0 +1,270 @@
+"""One real run from nothing but a GGUF file: SmolLM2-135M-Instruct writes conversations, a drafter learns from them, and decodes.
+
+    python benchmarks/smollm2_run.py --gguf SmolLM2-135M-Instruct.Q4_1.gguf --prompts HumanEval.jsonl.gz --work data/smollm2
+
+Stages: convert, synthesize, pack, then train and evaluate for each variant; what --work already holds is not made again. The
+variants differ from `base` in one thing each, at equal documents, to see what moves the acceptance length most. A report is printed
+as JSON at the end, and written to --out with the conversations after every stage.
+"""
+
+import argparse
+import gzip
+import itertools
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+
+from common.config import UserError, run_script  # noqa: E402
+from common.tokens import TokenStore, pack_rows  # noqa: E402
+
+ROW_DOCUMENTS, ANCHORS = 32, 64  # conversations of a step, blocks of a conversation
+STAGES = ("convert", "synthesize", "pack", "train", "evaluate", "speed")
+SETS = {"own": (1, False), "own4": (4, False), "code": (1, True)}  # how many times --num, whether topics are given
+VARIANTS = {
+    "base": ("own", []),
+    "more_conversations": ("own4", []),
+    "code_topics": ("code", []),
+    "block16": ("own", ["drafter.block_size=16"]),
+    "lr_half": ("own", ["optim.lr=5e-4"]),
+    "lr_double": ("own", ["optim.lr=2e-3"]),
+    "layers2": ("own", ["drafter.layers=2"]),
+    "layers8": ("own", ["drafter.layers=8"]),
+    "init_target": ("own", ["drafter.init=target_layers"]),
+    "dpace": ("own", ["objective.weights=dpace"]),
+    "kl": ("own", ["objective.loss=kl"]),
+}
+TOPICS = [
+    *(
+        f"a Python function that {verb} {noun}"
+        for verb in ("counts", "sorts", "filters", "sums", "reverses", "checks", "finds duplicates in", "computes the mean of")
+        for noun in ("a list of integers", "a string", "the words of a sentence", "a dictionary", "a matrix", "prime numbers", "brackets")
+    ),
+    *("cooking", "history", "travel", "health", "school", "work", "nature", "music", "sports", "friends", "money", "mathematics"),
+]
+
+
+def main(argv):
+    arguments = parse_arguments(argv)
+    run = RealRun(arguments)
+    for stage in arguments.stages:
+        if stage in ("train", "evaluate", "speed"):
+            continue
+        run.timed(stage)
+    for variant in arguments.variants:
+        for stage in ("train", "evaluate", "speed"):
+            if stage in arguments.stages:
+                run.timed(stage, variant)
+    print(json.dumps(run.report))
+
+
+class RealRun:
+    """The stages, each a command line a user would type, and the report they fill."""
+
+    def __init__(self, arguments):
+        self.arguments, self.work, self.out = arguments, arguments.work, arguments.out or arguments.work
+        self.work.mkdir(parents=True, exist_ok=True)
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.target = self.work / "target"
+        self.report = {"seconds": {}, "conversations": {}, "variants": {name: {} for name in arguments.variants}}
+        self.sets = sorted({"own"} | {VARIANTS[name][0] for name in arguments.variants})
+
+    def timed(self, stage, *variant):
+        begun_s = time.monotonic()
+        getattr(self, stage)(*variant)
+        name = ".".join([stage, *variant])
+        self.report["seconds"][name] = round(time.monotonic() - begun_s, 1)
+        print(f"== {name}: {self.report['seconds'][name]} s", flush=True)
+        (self.out / "report.json").write_text(json.dumps(self.report, indent=1) + "\n")
+
+    def convert(self):
+        if self.target.exists():
+            return
+        file = self.arguments.gguf[0]
+        if len(self.arguments.gguf) > 1:
+            file = self.work / "joined.gguf"
+            with open(file, "wb") as joined:
+                for piece in self.arguments.gguf:
+                    joined.write(piece.read_bytes())
+        script("prepare_data.py", "convert", "--gguf", file, "--output", self.target)
+
+    def synthesize(self):
+        """The training conversations, and the target's own answers to the benchmark's prompts."""
+        a = self.arguments
+        topics = self.work / "topics.txt"
+        topics.write_text("\n".join(TOPICS) + "\n")
+        for name in self.sets:
+            factor, with_topics = SETS[name]
+            number, output, begun_s = a.num * factor + a.heldout, self.work / f"{name}.jsonl", time.monotonic()
+            if a.restore and (a.restore / f"{name}.jsonl.gz").exists() and not output.exists():
+                with gzip.open(a.restore / f"{name}.jsonl.gz") as packed, open(output, "wb") as plain:
+                    shutil.copyfileobj(packed, plain)
+            before = count_lines(output)
+            if before < number:
+                more = ["--topics", topics] if with_topics else []
+                self.write("synthesize", "--num", number, "--output", output, "--max-user-tokens", a.max_user_tokens, *more)
+            rows, seconds = read_rows(output), time.monotonic() - begun_s
+            self.report["conversations"][name] = {
+                "rows": len(rows),
+                "rejected": count_lines(self.work / f"{name}.jsonl.rejected.jsonl"),
+                "cut": sum(row["cut"] for row in rows),
+                "tokens_written": sum(row["tokens"] for row in rows),
+                "tokens_per_s": sum(row["tokens"] for row in rows[before:]) / seconds,
+            }
+            with gzip.open(self.out / f"{name}.jsonl.gz", "wb") as packed:
+                packed.write(output.read_bytes())
+        asked = [{"messages": [{"role": "user", "content": row["prompt"]}]} for row in read_rows(a.prompts)]
+        write_rows(self.work / "benchmark_prompts.jsonl", asked)
+        self.write("regenerate", "--input", self.work / "benchmark_prompts.jsonl", "--output", self.work / "benchmark.jsonl")
+
+    def write(self, command, *more):
+        a = self.arguments
+        how = ["--max-tokens", a.max_tokens, "--keep", "cut", "loop", *(["duplicate"] if command == "regenerate" else [])]
+        script("prepare_data.py", command, "--target", self.target, "--batch-size", a.batch_size, *how, *more)
+
+    def pack(self):
+        for name in self.sets:
+            rows, held = read_rows(self.work / f"{name}.jsonl"), self.arguments.heldout
+            write_rows(self.work / f"{name}_train.jsonl", rows[held:])
+            self.pack_store(self.work / name, self.work / f"{name}_train.jsonl")
+            if name == "own":
+                write_rows(self.work / "own_heldout.jsonl", rows[:held])
+        self.pack_store(self.work / "heldout", self.work / "own_heldout.jsonl", self.work / "benchmark.jsonl")
+
+    def pack_store(self, folder, *files):
+        if not folder.exists():
+            script("prepare_data.py", "pack", *files, "--target", self.target, "--output", folder)
+
+    def train(self, variant):
+        name, overrides = VARIANTS[variant]
+        store = TokenStore.open(self.work / name)
+        tokens_per_row = -(-int(ROW_DOCUMENTS * store.lengths.mean()) // 128) * 128
+        rows = len(pack_rows(store.lengths, tokens_per_row, tokens_per_row, "truncate", 0))
+        steps = round(self.arguments.documents * rows / len(store))
+        folder = self.work / "runs" / variant
+        begun_s = time.monotonic()
+        script(
+            "train_drafter.py", "--config", REPOSITORY / "launch/presets/smollm2_135m.yaml", f"target.path={self.target}",
+            f"data.path={self.work / name}", f"data.pack_tokens={tokens_per_row}", f"objective.anchors={ROW_DOCUMENTS * ANCHORS}",
+            f"validation.path={self.work / 'heldout'}", f"optim.steps={steps}", f"log.dir={folder}", *overrides, *self.arguments.override,
+        )  # fmt: skip
+        seconds, records = time.monotonic() - begun_s, read_rows(folder / "metrics.jsonl")
+        rates = sorted(record["tokens_per_s"] for record in records if "tokens_per_s" in record)
+        validated = [record for record in records if "walk_tau" in record]
+        self.report["variants"][variant]["train"] = {
+            "seconds": seconds,
+            "steps": steps,
+            "documents": round(steps * len(store) / rows),
+            "different_documents": len(store),
+            "tokens": int(steps * store.lengths.sum() / rows),
+            "median_tokens_per_s": rates[len(rates) // 2] if rates else None,
+            "last_losses": [record["loss"] for record in records if "loss" in record][-5:],
+            "walk_tau": {key: value for key, value in validated[-1].items() if key.startswith("walk_tau")},
+            "walk_tau_by_step": {record["step"]: record["walk_tau"] for record in validated},
+        }
+        shutil.copy(folder / "metrics.jsonl", self.out / f"metrics_{variant}.jsonl")
+
+    def evaluate(self, variant):
+        """Greedy speculative decoding; it waits for the host, so several processes share the device and the prompts."""
+        groups = {
+            "humaneval": [{"prompt": row["prompt"]} for row in read_rows(self.arguments.prompts)][: self.arguments.limit],
+            "own": [{"messages": row["messages"]} for row in read_rows(self.work / "own_heldout.jsonl")][: self.arguments.limit],
+        }
+        tagged = [(name, row) for name, rows in groups.items() for row in rows]
+        shards = [tagged[i :: self.arguments.shards] for i in range(self.arguments.shards)]
+        processes = []
+        for i, shard in enumerate(shards):
+            write_rows(self.work / f"shard{i}.jsonl", [row for _, row in shard])
+            processes.append(
+                subprocess.Popen(self.evaluation(variant, f"shard{i}", "--no-compare"), cwd=REPOSITORY, stdout=subprocess.DEVNULL)
+            )
+        if any([process.wait() for process in processes]):
+            raise UserError("an evaluation failed; its reason stands above")
+        answers = {name: [] for name in groups}
+        for i, shard in enumerate(shards):
+            evaluated = json.loads((self.work / f"shard{i}.json").read_text())["per_prompt"]
+            for (name, _), answer in zip(shard, evaluated, strict=True):
+                answers[name].append(answer)
+        self.report["variants"][variant] |= {name: acceptance(found) for name, found in answers.items()}
+
+    def speed(self, variant):
+        """Against plain decoding, alone on the device."""
+        write_rows(self.work / "speed.jsonl", [{"prompt": row["prompt"]} for row in read_rows(self.arguments.prompts)][:8])
+        subprocess.run(self.evaluation(variant, "speed"), cwd=REPOSITORY, check=True)
+        evaluated = json.loads((self.work / "speed.json").read_text())
+        self.report["variants"][variant]["speed"] = {key: evaluated[key] for key in ("prompts", "tokens", "speedup", "lossless", "tau")}
+
+    def evaluation(self, variant, prompts, *more):
+        command = [
+            sys.executable, "evaluate_drafter.py", "--drafter", self.work / "runs" / variant / "export/latest", "--target", self.target,
+            "--prompts", self.work / f"{prompts}.jsonl", "--json", self.work / f"{prompts}.json",
+            "--max-new-tokens", self.arguments.new_tokens, *more,
+        ]  # fmt: skip
+        return [str(part) for part in command]
+
+
+def acceptance(answers):
+    """tau, the histogram of accepted drafts, and the share of verifications that accept slot k, given that slot k-1 was."""
+    accepted = [n for answer in answers for n in answer["accepted"]]
+    at_least = [sum(n >= slot for n in accepted) for slot in range(max(accepted) + 1)]
+    return {
+        "prompts": len(answers),
+        "tokens": sum(len(answer["output_ids"]) for answer in answers),
+        "verifications": len(accepted),
+        "tau": sum(n + 1 for n in accepted) / len(accepted),
+        "accepted_histogram": [accepted.count(n) for n in range(max(accepted) + 1)],
+        "acceptance_by_slot": [round(n / len(accepted), 4) for n in at_least[1:]],
+        "conditional_by_slot": [round(n / m, 4) for m, n in itertools.pairwise(at_least)],
+    }
+
+
+def script(*command):
+    command = [sys.executable, *(str(part) for part in command)]
+    print("$", " ".join(command[1:]), flush=True)
+    done = subprocess.run(command, cwd=REPOSITORY)
+    if done.returncode:
+        raise UserError(f"{command[1]} ended with code {done.returncode}")
+
+
+def read_rows(path):
+    with gzip.open(path, "rt") if path.suffix == ".gz" else open(path) as file:
+        return [json.loads(line) for line in file]
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def count_lines(path):
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def parse_arguments(argv):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gguf", type=Path, nargs="+", help="the file, or its pieces in order")
+    parser.add_argument("--prompts", type=Path, required=True, help="HumanEval.jsonl.gz: rows with a `prompt`")
+    parser.add_argument("--work", type=Path, default=REPOSITORY / "data/smollm2", help="folder of everything made on the way")
+    parser.add_argument("--out", type=Path, help="folder of report, metrics and conversations; default: --work")
+    parser.add_argument("--restore", type=Path, help="an --out of before, whose conversations are used")
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["base"])
+    parser.add_argument("--num", type=int, default=8192, help="conversations to train on")
+    parser.add_argument("--heldout", type=int, default=256, help="more of them, to evaluate on")
+    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--max-user-tokens", type=int, default=96)
+    parser.add_argument("--batch-size", type=int, default=2816)
+    parser.add_argument("--documents", type=int, default=57600, help="seen in training, over all epochs")
+    parser.add_argument("--new-tokens", type=int, default=128, help="of an evaluated answer")
+    parser.add_argument("--shards", type=int, default=8, help="processes that evaluate side by side")
+    parser.add_argument("--limit", type=int, help="prompts of each kind")
+    parser.add_argument("--override", nargs="*", default=[], metavar="section.key=value", help="for train_drafter.py")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    run_script(main)
