@@ -34,6 +34,7 @@ TINY = dataclasses.replace(
     SPEC, hidden_size=32, intermediate_size=48, layers=2, heads=4, kv_heads=2, head_dim=8, layer_types=(FULL,) * 2, block_size=4,
     taps=(0, 2), vocab_size=97, mask_token_id=96,
 )  # fmt: skip
+RECOMPUTE = True
 CASES = {"full": [(3072, 1, 512), (12288, 4, 2048)], "tiny": [(128, 1, 32), (256, 4, 64)]}
 TILINGS = {  # queries, keys, warps, stages
     "forward": [(128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2)],
@@ -106,7 +107,7 @@ class Step:
         embedding, head = (torch.randn(spec.vocab_size, spec.hidden_size, **draw).mul_(0.02) for _ in range(2))
         self.vocabulary = Vocabulary(embedding, head, 1.0, None)
         self.draw = lambda rows: torch.randn(rows, len(spec.taps) * spec.hidden_size, **draw)
-        self.forward = kernels.handle("drafter", self._run, device, (id(self),)) if compiled else self._run
+        self.forward = kernels.handle("drafter", self._run, device, (id(self),), recompute=RECOMPUTE) if compiled else self._run
 
     def _run(self, *inputs):
         return self.model(*inputs)

@@ -67,13 +67,14 @@ _handles = {}
 _frozen = False
 
 
-def handle(name, function, device, signature=(), backend=None, **options):
+def handle(name, function, device, signature=(), backend=None, recompute=False, **options):
     """The compiled form of `function` for one device and one static signature, to be resolved once and kept.
 
     function: a part of the key by identity, so not a lambda made anew for every call.
     signature: hashable, all that decides how the function compiles: shapes, dtypes, mask constants, which inputs require gradients.
         The grad mode is told apart by the call itself. A call that does not fit what its key was compiled for raises.
     backend: name or callable as in `torch.compile`, default inductor; on CPU the default is no compile, `function` itself is returned.
+    recompute: the backward pass recomputes all pointwise work instead of keeping its results: memory for a little time.
     options: keyword arguments of the backend, e.g. `config_patches={"max_autotune": True}` of inductor.
 
     Raises (when called): KernelError for a cold key after `freeze()`, for a second compile of a key, for a trace that hangs.
@@ -82,7 +83,7 @@ def handle(name, function, device, signature=(), backend=None, **options):
     if device.type == "cpu" and backend is None:
         return function
     key = (device, name, signature, function)  # two models on one device bring two bound methods
-    return _handles.get(key) or _handles.setdefault(key, _make_handle(key, function, backend or "inductor", options))
+    return _handles.get(key) or _handles.setdefault(key, _make_handle(key, function, backend or "inductor", recompute, options))
 
 
 def freeze():
@@ -103,8 +104,8 @@ def reset():
     _handles.clear()
 
 
-def _make_handle(key, function, backend, options):
-    with_grad, without_grad = (_Kernel((*key, mode), function, backend, options) for mode in ("grad", "no_grad"))
+def _make_handle(key, function, backend, recompute, options):
+    with_grad, without_grad = (_Kernel((*key, mode), function, backend, recompute, options) for mode in ("grad", "no_grad"))
 
     def call(*args, **kwargs):
         if torch.compiler.is_dynamo_compiling():
@@ -122,13 +123,13 @@ def _make_handle(key, function, backend, options):
 class _Kernel:
     """One code object, compiled by its first call and never again. `run` is that cold call, then the compiled function itself."""
 
-    def __init__(self, key, function, backend, options):
+    def __init__(self, key, function, backend, recompute, options):
         def kernel(*args, **kwargs):
             return function(*args, **kwargs)
 
         kernel.__code__ = kernel.__code__.replace(co_name=key[1])
         self.title = "kernel {1} on {0}, signature {2}, {4}".format(*key)
-        self.backend, self.options = backend, options
+        self.backend, self.recompute, self.options = backend, recompute, options
         self.compiled_for = None
         self.compiled = torch.compile(kernel, backend=self._compile, fullgraph=True, dynamic=False)
         self.run = self._run_cold
@@ -153,7 +154,7 @@ class _Kernel:
                 "put what differs into the signature (TORCH_LOGS=recompiles names it)"
             )
         backend = torch._dynamo.lookup_backend(self.backend) if isinstance(self.backend, str) else self.backend
-        with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+        with torch._functorch.config.patch(force_non_lazy_backward_lowering=True, aggressive_recomputation=self.recompute):
             compiled = backend(graph, inputs, **self.options)
         self.compiled_for = _shapes(inputs)
         _count("compiles", 1)
