@@ -21,6 +21,11 @@ from common.watch import Stopped
 GO, STOP = 1, 0
 
 
+def other(group):
+    """The far side of a pair's group. Groups are sorted by global rank, and in a split launch either side may have come first."""
+    return 1 - dist.get_rank(group)
+
+
 class InlineLink:
     """One device: pulling a packet runs the target."""
 
@@ -60,8 +65,8 @@ class P2PSender:
         """READY, wait for GO, send; False if the drafter answers STOP."""
         buffer.captured()
         group = self.groups[peer]
-        dist.send(buffer.message.buffer, group=group, group_dst=1)
-        dist.recv(self._answer, group=group, group_src=1)
+        dist.send(buffer.message.buffer, group=group, group_dst=other(group))
+        dist.recv(self._answer, group=group, group_src=other(group))
         if int(self._answer) == STOP:
             return False
         buffer.send(group, self._stream)
@@ -97,10 +102,10 @@ class _Outgoing(PacketBuffer):
 
     def send(self, group, stream):
         if stream is None:
-            self._work = dist.isend(self.features if self._host is None else self._host, group=group, group_dst=1)
+            self._work = dist.isend(self.features if self._host is None else self._host, group=group, group_dst=other(group))
         else:
             with torch.cuda.stream(stream):
-                self._work = dist.isend(self.features, group=group, group_dst=1)
+                self._work = dist.isend(self.features, group=group, group_dst=other(group))
                 self._work.wait()  # the side stream, not the host
                 self._ready.record(stream)
 
@@ -131,10 +136,10 @@ class P2PReceiver:
         """
         group, buffer = self.groups[peer], self._free.popleft()
         with self.wait:
-            dist.recv(buffer.message.buffer, group=group, group_src=0)
+            dist.recv(buffer.message.buffer, group=group, group_src=other(group))
             buffer.message.check(item)
             buffer.used()
-            dist.send(self._go, group=group, group_dst=0)
+            dist.send(self._go, group=group, group_dst=other(group))
             buffer.receive(group, self._stream)
         return buffer
 
@@ -146,9 +151,9 @@ class P2PReceiver:
     def stop(self, item, peer):
         """Take the offer of an item that will not be trained and answer STOP."""
         group, buffer = self.groups[peer], self._free[0]
-        dist.recv(buffer.message.buffer, group=group, group_src=0)
+        dist.recv(buffer.message.buffer, group=group, group_src=other(group))
         buffer.message.check(item)
-        dist.send(torch.tensor([STOP], dtype=torch.int64), group=group, group_dst=0)
+        dist.send(torch.tensor([STOP], dtype=torch.int64), group=group, group_dst=other(group))
 
 
 class _Incoming(PacketBuffer):
@@ -168,13 +173,13 @@ class _Incoming(PacketBuffer):
 
     def receive(self, group, stream):
         if self._host is not None:
-            dist.recv(self._host, group=group, group_src=0)
+            dist.recv(self._host, group=group, group_src=other(group))
             self.features.copy_(self._host, non_blocking=True)
         elif stream is None:
-            dist.recv(self.features, group=group, group_src=0)
+            dist.recv(self.features, group=group, group_src=other(group))
         else:
             with torch.cuda.stream(stream):
-                work = dist.irecv(self.features, group=group, group_src=0)
+                work = dist.irecv(self.features, group=group, group_src=other(group))
                 work.wait()
             torch.cuda.current_stream().wait_stream(stream)
 

@@ -420,9 +420,9 @@ class ProcessesJob(_Job):
         token = torch.zeros(1, device=self.member.device)
         for (target, drafter), pair in pairs.items():
             if self.member.role == TARGET and self.member.index == target:
-                dist.send(token, group=pair, group_dst=1)
+                dist.send(token, group=pair, group_dst=links.other(pair))
             elif self.member.role == DRAFTER and self.member.index == drafter:
-                dist.recv(token, group=pair, group_src=0)
+                dist.recv(token, group=pair, group_src=links.other(pair))
         if self.member.role == DRAFTER and self.drafters > 1:
             dist.all_reduce(token, group=drafters)
         torch.cuda.synchronize()

@@ -1,13 +1,13 @@
 #!/bin/bash
 # Two jobs through launch/slurm.sbatch on the one-machine Slurm: one runs to its end, one is signalled half-way, queues itself again
-# and finishes. Their weights must be equal bit by bit. Any argument is passed on to both, e.g. optim.steps=60.
+# and finishes. Their weights must be equal bit by bit. Arguments go to both, e.g. --config FILE; default: the quickstart.
 set -eu
 cd "$(dirname "$0")/../.."
 tests/slurm/one_machine.sh start
 export SLURM_CONF=${SLURM_HOME:-/tmp/one_machine_slurm}/slurm.conf
 work=$(mktemp -d)
 export RANKS_PER_NODE=3 TORCHRUN=${TORCHRUN:-torchrun}
-settings=(optim.steps=60 checkpoint.every=20 sync.every=10 validation.every=60 "$@")
+settings=("$@" optim.steps=60 checkpoint.every=20 sync.every=10 validation.every=60)
 
 submit() { # name -> job id
     RUN=$work/$1 sbatch --parsable --job-name "$1" --nodes=1 --gpus-per-node=0 --output "$work/$1.out" launch/slurm.sbatch "${settings[@]}"
