@@ -429,8 +429,8 @@ def convert_gguf(file, folder, dtype="bfloat16"):
     try:
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=getattr(torch, dtype)).eval()
-    except (ValueError, KeyError, OSError, NotImplementedError) as error:
-        raise UserError(f"--gguf {file} could not be read: {error}") from None
+    except Exception as error:  # the reader raises many kinds; the user needs one sentence
+        raise UserError(f"--gguf {file} could not be read: {' '.join(str(error).split())[:300]}") from None
     config = copy.deepcopy(model.config)
     del config.quantization_config  # the weights are plain now, and only a model that never was quantised can be saved
     plain = AutoModelForCausalLM.from_config(config, dtype=model.dtype)

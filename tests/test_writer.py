@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 import torch
 from ranks import Job as ScriptJob
+from tokenizers.pre_tokenizers import ByteLevel
 
 from common import writer
 from common.chat import Chat, load_tokenizer
 from common.config import UserError
 from common.conversation_file import is_loop
+from common.target_files import Tensors, read_spec
 from common.writer import Job, LocalEngine, Reply, Request, Sampling, Script, ServerEngine, advance, nucleus
 
 FLAGS = dict(
@@ -56,7 +58,7 @@ class ModelServer:
     def __init__(self, target):
         tokenizer = load_tokenizer(target)
         self.engine, self.lock = LocalEngine(target, tokenizer, 256, 1, "cpu"), threading.Lock()
-        self.fault, self.tries, self.answered, self.retried = lambda prompt, tries: None, Counter(), Counter(), {}
+        self.fault, self.tries, self.retried = lambda prompt, tries: None, Counter(), {}
         ours = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -79,6 +81,7 @@ class ModelServer:
                 pass
 
         self.http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http.handle_error = lambda *_: None  # the client hung up
         self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
 
     def complete(self, handler, body):
@@ -102,7 +105,6 @@ class ModelServer:
         sampling = Sampling(body["temperature"], body["top_p"], body["max_tokens"])
         with self.lock:
             (reply,) = self.engine.write([Request(prompt, sampling, (258,), body["seed"])])
-            self.answered[prompt] += 1
         handler.reply({"choices": [{"text": reply.text, "finish_reason": "length" if reply.cut else "stop"}]})
 
     def __enter__(self):
@@ -131,8 +133,8 @@ class Canned:
 
 def test_both_engines_write_the_same_rows_whatever_the_network_does(tiny_target, questions, server, tmp_path, monkeypatch):
     """A retry that loses, doubles or changes a row would silently train the drafter on words that are not the target's."""
-    monkeypatch.setattr(writer, "ServerEngine", lambda *args: ServerEngine(*args, pause_s=0.001, timeout_s=2))
-    faults = itertools.cycle([429, "malformed", "cut", 500, "no text", "slow"])
+    monkeypatch.setattr(writer, "ServerEngine", lambda *args: ServerEngine(*args, pause_s=0.001))
+    faults = itertools.cycle([429, "malformed", "cut", 500, "no text"])
     server.fault = lambda prompt, tries: next(faults) if tries == 1 else None
     there = open_job(tiny_target, tmp_path / "server.jsonl", server=server.url)
     here = open_job(tiny_target, tmp_path / "local.jsonl")
@@ -142,6 +144,15 @@ def test_both_engines_write_the_same_rows_whatever_the_network_does(tiny_target,
     for row_id, row in rows_of(tmp_path / "server.jsonl").items():
         assert row["messages"] == written[row_id]["messages"]
     assert len(written) == len(QUESTIONS) and min(server.tries.values()) > 1
+
+
+def test_an_answer_that_never_comes_is_asked_for_again(tiny_target, server):
+    """One hung request would hold up the whole run."""
+    server.fault = lambda prompt, tries: "slow" if tries == 1 else None
+    server.engine.write = lambda requests: [Reply("here", 1, False)]
+    engine = ServerEngine(server.url, load_tokenizer(tiny_target), 1, retries=20, pause_s=0.001, timeout_s=0.3)
+    assert engine.write(Request((1, 2), Sampling(0, 1, 8), (258,), 0)).text == "here"
+    assert server.tries[1, 2] > 1
 
 
 def test_rows_that_fail_are_kept_apart_and_tried_again(tiny_target, questions, server, tmp_path, monkeypatch):
@@ -319,3 +330,63 @@ def test_convert_names_the_packages_it_lacks(tmp_path, monkeypatch):
     monkeypatch.setattr(writer.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install gguf accelerate"):
         writer.convert_gguf(tmp_path / "model.gguf", tmp_path / "out")
+
+
+def test_convert_keeps_a_quantised_models_words(tmp_path):
+    """A folder that answers otherwise than its GGUF file would give a drafter for another model."""
+    gguf = pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
+    write_gguf(gguf, tmp_path / "model.gguf")
+    writer.convert_gguf(tmp_path / "model.gguf", tmp_path / "folder", "float32")
+    assert read_spec(tmp_path / "folder").layers == 2
+    embedding = Tensors(tmp_path / "folder").load("model.embed_tokens.weight", torch.float32, "cpu").numpy()
+    np.testing.assert_allclose(embedding, gguf_tensor("token_embd.weight", (260, 32)), atol=0.02)
+    assert Chat(load_tokenizer(tmp_path / "folder")).prompt([{"role": "user", "content": "a"}]).tolist() == [258, 97 - 33, 259]
+    with pytest.raises(UserError, match="folder exists"):
+        writer.convert_gguf(tmp_path / "model.gguf", tmp_path / "folder")
+    whole = (tmp_path / "model.gguf").read_bytes()
+    for size in (3000, len(whole) - 100):
+        (tmp_path / "torn.gguf").write_bytes(whole[:size])
+        with pytest.raises(UserError, match=r"torn\.gguf could not be read"):
+            writer.convert_gguf(tmp_path / "torn.gguf", tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+def write_gguf(gguf, path):
+    """A llama of two layers with Q8_0 matrices, a tokenizer of bytes and a chat template."""
+    file = gguf.GGUFWriter(path, "llama")
+    file.add_context_length(64)
+    file.add_embedding_length(32)
+    file.add_block_count(2)
+    file.add_feed_forward_length(64)
+    file.add_head_count(4)
+    file.add_head_count_kv(2)
+    file.add_layer_norm_rms_eps(1e-5)
+    file.add_rope_freq_base(10000.0)
+    file.add_tokenizer_model("gpt2")
+    file.add_token_list([*sorted(ByteLevel.alphabet()), "aa", "bb", "<|user|>", "<|end|>"])
+    file.add_token_types([1] * 258 + [3, 3])
+    file.add_token_merges(["a a", "b b"])
+    file.add_bos_token_id(258)
+    file.add_eos_token_id(259)
+    file.add_chat_template("{% for m in messages %}<|user|>{{ m.content }}{% endfor %}<|end|>")
+    shapes = {"token_embd": (260, 32), "output_norm": (32,)}
+    layer = {
+        "attn_norm": (32,), "attn_q": (32, 32), "attn_k": (16, 32), "attn_v": (16, 32), "attn_output": (32, 32), "ffn_norm": (32,),
+        "ffn_gate": (64, 32), "ffn_up": (64, 32), "ffn_down": (32, 64),
+    }  # fmt: skip
+    shapes |= {f"blk.{i}.{name}": shape for i in range(2) for name, shape in layer.items()}
+    for name, shape in shapes.items():
+        values, kind = gguf_tensor(f"{name}.weight", shape), gguf.GGMLQuantizationType.Q8_0
+        if len(shape) == 1:
+            file.add_tensor(f"{name}.weight", values)
+        else:
+            file.add_tensor(f"{name}.weight", gguf.quants.quantize(values, kind), raw_dtype=kind)
+    file.write_header_to_file()
+    file.write_kv_data_to_file()
+    file.write_tensors_to_file()
+    file.close()
+
+
+def gguf_tensor(name, shape):
+    return np.random.default_rng(list(name.encode())).standard_normal(shape, dtype=np.float32)
