@@ -63,7 +63,7 @@ class Trainer:
             self.meters.add(result.metrics)
             weight_sum = weight_sum + result.weight_sum
         weight_sum = self.averaging.gradients(weight_sum)
-        self.meters.add({name: (value, 1) for name, value in self.learner.optimizer.step(weight_sum).items()})
+        self.meters.add(self.learner.step(step, weight_sum))
 
     def take(self, item, target, phase="step"):
         """The packet that is due, on this drafter's device."""
@@ -87,6 +87,7 @@ class Trainer:
         """One record of everything since the last; the only place where a step's numbers are read off the device."""
         self.meters.add(self.run_files.rates(self.seat.link.wait.take_seconds()))
         self.run_files.write(step, self.meters.drain(self.seat.comm))
+        self.run_files.warn_of_faults()
 
     def answer_stop(self, step):
         """Targets learn of a stop from the answer to their next offer."""

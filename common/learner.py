@@ -8,6 +8,7 @@ import torch
 
 from common import attention, drafter, kernels, objective, tokens
 from common.drafter_files import export
+from common.metrics import Faults
 from common.optim import Optimizer
 from common.packet import Row
 from common.target_files import load_vocabulary
@@ -23,6 +24,8 @@ class Learner:
         self.vocabulary = vocabulary or load_vocabulary(plan.folder, getattr(torch, config.drafter.dtype), device)
         self.spec = attention.MaskSpec(plan.shape.row_tokens, plan.anchors, plan.drafter.block_size)
         self._taps_width = len(plan.drafter.taps) * plan.target.hidden_size
+        sources = [f"tap {tap}" for tap in plan.drafter.taps] + ["final hidden state"] * plan.final_hidden
+        self.faults = Faults(sources, device)
         self._forward = self._run
         if device.type == "cuda" and config.drafter.compile:
             self._forward = kernels.handle("drafter", self._run, device, (self.spec, plan.drafter, config.drafter.dtype), recompute=True)
@@ -33,7 +36,14 @@ class Learner:
         result = self._result(buffer.features, self._blocks(buffer.row, anchor, keep))
         result.loss_sum.backward()
         self.optimizer.accumulate()
+        self.faults.packet(number, buffer.features)
         return result
+
+    def step(self, step, weight_sum):
+        """Update the weights, or leave them where anything is not finite; returns metrics as (sum, count)."""
+        done = self.optimizer.step(weight_sum)
+        self.faults.step(step, done["skipped"])
+        return {name: (value, 1) for name, value in done.items()}
 
     @torch.no_grad()
     def accepted(self, buffer):

@@ -17,9 +17,10 @@ class Meters:
         self._device, self._totals = device, {}
 
     def add(self, metrics):
-        """Add {name: (sum, count)}; both are tensors of one shape, or numbers."""
+        """Add {name: (sum, count)}; both are tensors of one shape, or numbers. What is not finite is not counted."""
         for name, pair in metrics.items():
             pair = torch.stack([self._tensor(x) for x in pair])
+            pair = torch.where(torch.isfinite(pair).all(0), pair, 0.0)
             if name in self._totals:
                 self._totals[name] += pair
             else:
@@ -53,6 +54,33 @@ class Meters:
             values[name] = torch.where(counts > 0, sums / counts, float("nan")).tolist()
             self._totals[name].zero_()
         return {name: None if value != value else value for name, value in values.items()}
+
+
+class Faults:
+    """Features and steps that were not finite: noted on the device, read when a record is written, so that no step waits.
+
+    Legend: T tokens of a row, S sources of features (the taps, and the final hidden state where it travels), D hidden.
+    """
+
+    def __init__(self, sources, device):
+        self._sources = sources
+        self._packets_S = torch.full((len(sources),), -1, device=device)  # the last bad packet of each source
+        self._skipped = torch.zeros(2, dtype=torch.int64, device=device)  # steps since the last reading, and the last of them
+
+    def packet(self, number, features_TF):
+        sums_S = features_TF.view(len(features_TF), len(self._sources), -1).sum((0, 2), dtype=torch.float32)
+        self._packets_S = torch.where(torch.isfinite(sums_S), self._packets_S, number)
+
+    def step(self, step, skipped):
+        count, last = self._skipped
+        self._skipped = torch.stack([count + skipped, torch.where(skipped, step, last)])
+
+    def read(self):
+        """(skipped steps since the last reading, the last of them, {source: its last bad packet})."""
+        *packets, count, last = torch.cat([self._packets_S, self._skipped]).tolist()
+        self._packets_S.fill_(-1)
+        self._skipped[0] = 0
+        return count, last, {source: packet for source, packet in zip(self._sources, packets, strict=True) if packet >= 0}
 
 
 class Log:

@@ -7,6 +7,7 @@ import time
 import torch
 
 from common import config as configuration
+from common import tokens
 from common.checkpoint import CheckpointError, RunDirectory, compare_configs, open_checkpoint
 from common.config import UserError
 from common.metrics import Log
@@ -123,6 +124,27 @@ class Run:
             if "loss" in values:
                 values = {"lr": self.learner.optimizer.lr(step)} | values
             self._log.write({"step": step} | {name: value for name, value in values.items() if value is not None})
+
+    def warn_of_faults(self):
+        """Name the steps that were skipped since the last record and the packets behind them.
+
+        Raises: UserError after optim.max_skipped in a row.
+        """
+        count, step, packets = self.learner.faults.read()
+        if not count:
+            return
+        causes = [f"features of packet {number} ({source}) from target {self._target_of(number)}" for source, number in packets.items()]
+        deal, limit = self.plan.deal, self.plan.config.optim.max_skipped
+        numbers = range((step - 1) * deal.step_packets + self.seat.index, step * deal.step_packets, deal.drafters)
+        cause = " and ".join(causes) or f"loss or gradients of packet {', '.join(map(str, numbers))}"
+        what = f"drafter {self.seat.index} skipped {count} steps, the last was {step}: {cause} not finite"
+        print(f"WARNING: {what}", file=sys.stderr, flush=True)
+        if (row := int(self.learner.optimizer.skipped_in_a_row)) >= limit:
+            raise UserError(f"{what}; {row} in a row (optim.max_skipped={limit}): look at the target, or lower optim.lr and start again")
+
+    def _target_of(self, number):
+        step = number // self.plan.deal.step_packets + 1
+        return self.seat.layout.target_of(tokens.Item(tokens.TRAIN, step, number, self.seat.index)).index
 
     def due(self, step):
         return step % self.plan.config.checkpoint.every == 0 or step == self.plan.deal.steps

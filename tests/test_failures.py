@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from ranks import Job, descendants, start_torchrun, stop_job
-from test_resume import arguments, assert_equal_runs, finish, kill_at_call, stop_at, weights
+from test_resume import arguments, assert_equal_runs, finish, kill_at_call, records, stop_at, weights
 
 from common.checkpoint import RunDirectory
 
@@ -235,3 +235,39 @@ def test_a_full_disk_does_not_end_the_training(tiny_preset, small_disk, tmp_path
     directory = RunDirectory(small_disk / "run")
     assert directory.newest_valid().step == 4
     assert (directory.exports / "latest/model.safetensors").is_file()
+
+
+def poison(first, last, tap, rank):
+    """Targets send not-a-number in one tap of some packets."""
+    import serve_targets
+
+    capture = serve_targets.Server.capture
+
+    def poisoned(server, item, buffer):
+        capture(server, item, buffer)
+        if first <= item.number <= last:
+            buffer.features[5, tap * 32 + 3] = float("nan")
+
+    serve_targets.Server.capture = poisoned
+
+
+@pytest.mark.parametrize("mode", ["average", "ddp"])
+def test_a_packet_that_is_not_finite_costs_one_step_and_is_named(tiny_preset, tmp_path, mode):
+    """One bad packet must not poison weights for good, nor vanish without a word."""
+    overrides = ("topology.drafters=2", "log.every=4", f"sync.mode={mode}")
+    with Job(arguments(tiny_preset, tmp_path / "run", *overrides), 4, functools.partial(poison, 13, 13, 1)) as job:
+        assert job.wait() == [0] * 4, job.output
+        assert "drafter 1 skipped 1 steps, the last was 7: features of packet 13 (tap 2) from target 1 not finite" in job.output
+        assert ("drafter 0 skipped 1 steps" in job.output) == (mode == "ddp"), "in ddp all skip together"
+    (record,) = [line for line in records(tmp_path / "run") if line["step"] == 8]
+    assert record["skipped"] == (1 / 4 if mode == "ddp" else 1 / 8) and record["loss"] > 0 and record["grad_norm"] > 0
+    tensors = RunDirectory(tmp_path / "run").newest_valid().tensors("drafter.safetensors")
+    assert all(tensor.isfinite().all() for tensor in tensors.values())
+
+
+def test_too_many_skipped_steps_end_the_job(tiny_preset, tmp_path):
+    """Else a diverged run burns its whole allocation doing nothing."""
+    overrides = ("optim.max_skipped=3", "log.every=2")
+    with Job(arguments(tiny_preset, tmp_path / "run", *overrides), 1, functools.partial(poison, 4, 99, 0)) as job:
+        assert job.wait() == [2]
+        assert "4 in a row (optim.max_skipped=3)" in job.output and "packet 7 (tap 1)" in job.output and "Traceback" not in job.output
