@@ -81,9 +81,15 @@ class HostMessage:
         self.tokens[:], self.document_start[:], self.loss_mask[:] = row.tokens, row.document_start, row.loss_mask
         values = (MAGIC, VERSION, self.row_tokens, item.kind, item.step, item.number, epoch, row_index, row.valid, row.documents)
         self.header[: len(values)] = values
-        self.header[HEADER.index("checksum")] = zlib.crc32(self.payload)
         self.set("busy_us", busy_us)
         self.set("blocked_us", blocked_us)
+        self.set("checksum", self._checksum())
+
+    def _checksum(self):
+        """Of everything but itself."""
+        header = self.header.copy()
+        header[HEADER.index("checksum")] = 0
+        return zlib.crc32(self.payload, zlib.crc32(header))
 
     def get(self, name):
         return int(self.header[HEADER.index(name)])
@@ -111,7 +117,7 @@ class HostMessage:
         T, row = self.row_tokens, self.row()
         if not 0 <= row.valid <= T or not 0 <= row.documents <= row.valid:
             raise UserError(f"packet {item.number}: {row.valid} tokens in {row.documents} documents do not fit a row of {T}")
-        if zlib.crc32(self.payload) != self.get("checksum"):
+        if self._checksum() != self.get("checksum"):
             raise UserError(f"packet {item.number} was damaged on its way (checksum differs)")
         if (row.document_start < 0).any() or (row.document_start > np.arange(T)).any():
             raise UserError(f"packet {item.number}: a document starts behind its own token")

@@ -271,3 +271,20 @@ def test_too_many_skipped_steps_end_the_job(tiny_preset, tmp_path):
     with Job(arguments(tiny_preset, tmp_path / "run", *overrides), 1, functools.partial(poison, 4, 99, 0)) as job:
         assert job.wait() == [2]
         assert "4 in a row (optim.max_skipped=3)" in job.output and "packet 7 (tap 1)" in job.output and "Traceback" not in job.output
+
+
+def test_an_interrupted_torchrun_leaves_a_checkpoint(tiny_preset, tmp_path):
+    """Ctrl-C reaches torchrun, which passes it on and waits 30 s: time to stop after the next averaging, with nothing lost."""
+    overrides = ("optim.steps=100000", "optim.schedule=constant")
+    with open(tmp_path / "output", "w") as output:
+        job = start_torchrun("train_drafter.py", *arguments(tiny_preset, tmp_path / "run", *overrides), ranks=3, output=output)
+    try:
+        wait_for(job, (tmp_path / "run/checkpoints/step_00000004").exists, tmp_path / "output")
+        workers = descendants(job.pid)
+        job.send_signal(signal.SIGINT)
+        job.wait(timeout=60)
+    finally:
+        stop_job(job)
+    step = int(re.search(r"stopped after step (\d+)", (tmp_path / "output").read_text())[1])
+    assert RunDirectory(tmp_path / "run").newest_valid().step == step
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers), "a rank was left behind"

@@ -256,3 +256,12 @@ def test_another_number_of_drafters_resumes_from_the_average_and_says_so(tiny_pr
     output = finish(tiny_preset, tmp_path / "run", "topology.drafters=1", *TWO_DRAFTERS[1:], ranks=3)
     assert "2 drafters" in output and "average" in output and steps_of(tmp_path / "run")[-1] == 12
     assert len(weights(tmp_path / "run")) == 2
+
+
+def test_threads_stop_and_go_on_like_processes(tiny_preset, pair, tmp_path):
+    """Two targets and two drafters in threads of one process: stopped, started again, and equal to four processes."""
+    overrides = ("topology.mode=threads", "topology.targets=2", *TWO_DRAFTERS)
+    stopped(tiny_preset, tmp_path / "run", *overrides, step=6)
+    assert steps_of(tmp_path / "run") == [4, 8]
+    finish(tiny_preset, tmp_path / "run", *overrides)
+    assert_equal_runs(pair, tmp_path / "run")
