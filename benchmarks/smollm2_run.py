@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -52,14 +53,15 @@ TOPICS = [
 def main(argv):
     arguments = parse_arguments(argv)
     run = RealRun(arguments)
-    for stage in arguments.stages:
-        if stage in ("train", "evaluate", "speed"):
-            continue
-        run.timed(stage)
-    for variant in arguments.variants:
-        for stage in ("train", "evaluate", "speed"):
-            if stage in arguments.stages:
-                run.timed(stage, variant)
+    for stage in ("convert", "synthesize", "pack"):
+        if stage in arguments.stages:
+            run.timed(stage)
+    if "train" in arguments.stages:
+        with ThreadPoolExecutor(arguments.side_by_side) as pool:
+            list(pool.map(lambda variant: run.timed("train", variant), arguments.variants))
+    for stage, variant in itertools.product(("evaluate", "speed"), arguments.variants):
+        if stage in arguments.stages:
+            run.timed(stage, variant)
     print(json.dumps(run.report))
 
 
@@ -163,11 +165,10 @@ class RealRun:
             "different_documents": len(store),
             "tokens": int(steps * store.lengths.sum() / rows),
             "median_tokens_per_s": rates[len(rates) // 2] if rates else None,
-            "last_losses": [record["loss"] for record in records if "loss" in record][-5:],
+            "curve": [[record[key] for key in ("step", "loss", "tau")] for record in records if "loss" in record][::5],
             "walk_tau": {key: value for key, value in validated[-1].items() if key.startswith("walk_tau")},
             "walk_tau_by_step": {record["step"]: record["walk_tau"] for record in validated},
         }
-        shutil.copy(folder / "metrics.jsonl", self.out / f"metrics_{variant}.jsonl")
 
     def evaluate(self, variant):
         """Greedy speculative decoding; it waits for the host, so several processes share the device and the prompts."""
@@ -249,7 +250,7 @@ def parse_arguments(argv):
     parser.add_argument("--gguf", type=Path, nargs="+", help="the file, or its pieces in order")
     parser.add_argument("--prompts", type=Path, required=True, help="HumanEval.jsonl.gz: rows with a `prompt`")
     parser.add_argument("--work", type=Path, default=REPOSITORY / "data/smollm2", help="folder of everything made on the way")
-    parser.add_argument("--out", type=Path, help="folder of report, metrics and conversations; default: --work")
+    parser.add_argument("--out", type=Path, help="folder of report and conversations; default: --work")
     parser.add_argument("--restore", type=Path, help="an --out of before, whose conversations are used")
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["base"])
@@ -260,6 +261,7 @@ def parse_arguments(argv):
     parser.add_argument("--batch-size", type=int, default=2816)
     parser.add_argument("--documents", type=int, default=57600, help="seen in training, over all epochs")
     parser.add_argument("--new-tokens", type=int, default=128, help="of an evaluated answer")
+    parser.add_argument("--side-by-side", type=int, default=1, help="variants that train at a time; their seconds say little then")
     parser.add_argument("--shards", type=int, default=8, help="processes that evaluate side by side")
     parser.add_argument("--limit", type=int, help="prompts of each kind")
     parser.add_argument("--override", nargs="*", default=[], metavar="section.key=value", help="for train_drafter.py")
