@@ -2,8 +2,8 @@
 
     python launch/quickstart/make_target.py --device cuda
 
-Writes `target/` (Qwen3 weights in bfloat16, tokenizer, chat template), `train.jsonl.gz`, `heldout.jsonl` and `report.json`. What the
-held-out conversations ask for never occurs in the target's training, only its parts do.
+Writes `target/` (Qwen3 weights in bfloat16, tokenizer, chat template), `train.jsonl.gz` and `heldout.jsonl`. What the held-out
+conversations ask for never occurs in the target's training, only its parts do.
 """
 
 import argparse
@@ -76,9 +76,9 @@ class Grammar:
             cut = round(len(combinations) * HELDOUT_SHARE)
             self.parts[name] = {"heldout": combinations[:cut], "train": combinations[cut:]}
 
-    def converse(self, part, rng):
+    def converse(self, part, kinds, rng):
         """One conversation as messages: a question, and for two out of three a second one that leans on the first."""
-        name = rng.choice(list(self.kinds))
+        name = rng.choice(kinds)
         kind, slots = self.kinds[name], rng.choice(self.parts[name][part])
         turns = [kind] + ([rng.choice(kind["more"])] if rng.random() < 2 / 3 else [])
         messages = []
@@ -87,11 +87,11 @@ class Grammar:
             messages.append({"role": "assistant", "content": write_answer(turn["answer"], slots)})
         return messages
 
-    def distinct(self, part, count, rng):
+    def distinct(self, part, kinds, count, rng):
         """`count` conversations without a repetition."""
         found = {}
         while len(found) < count:
-            messages = self.converse(part, rng)
+            messages = self.converse(part, kinds, rng)
             found[json.dumps(messages)] = messages
         return list(found.values())
 
@@ -162,6 +162,40 @@ def rewrite(model, tokenizer, conversations, batch):
     return rewritten, sum(ended) / len(ended), sum(equal) / len(equal)
 
 
+def make_target(grammar, args):
+    """Tokenizer and weights, from conversations of every kind, into `target/`."""
+    target = args.output / "target"
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True)
+    rng = random.Random(args.seed)
+    corpus = [grammar.converse("train", list(grammar.kinds), rng) for _ in range(args.corpus)]
+    tokenizer = make_tokenizer((m["content"] for messages in corpus for m in messages), target)
+    texts = [tokenizer.apply_chat_template(messages, tokenize=False) for messages in corpus]
+    padded = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
+    corpus_NT = padded.input_ids.masked_fill(padded.attention_mask == 0, -100)
+    torch.manual_seed(args.seed)
+    ids = dict(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None)
+    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), **SHAPE, **ids)).to(args.device)
+    print(f"{len(corpus)} conversations, {int(padded.attention_mask.sum())} tokens; {model.num_parameters()} parameters", flush=True)
+    torch.set_float32_matmul_precision("high")
+    loss = train(model, corpus_NT, args.steps, args.batch, args.lr, args.seed)
+    torch.set_float32_matmul_precision("highest")
+    print(f"loss {loss:.4f} nats in the last hundred steps", flush=True)
+    model.to(torch.bfloat16).save_pretrained(target)
+
+
+def write_conversations(grammar, args):
+    """Questions of the grammar, answered by the target as it is stored."""
+    tokenizer = AutoTokenizer.from_pretrained(args.output / "target")
+    model = Qwen3ForCausalLM.from_pretrained(args.output / "target", dtype=torch.float32).to(args.device).eval()
+    rng = random.Random(args.seed + 1)
+    for part, name, count in ("heldout", "heldout.jsonl", args.heldout), ("train", "train.jsonl.gz", args.train):
+        conversations, ended, equal = rewrite(model, tokenizer, grammar.distinct(part, args.kinds, count, rng), batch=512)
+        text = "".join(json.dumps({"messages": messages}) + "\n" for messages in conversations).encode()
+        (args.output / name).write_bytes(gzip.compress(text, mtime=0) if name.endswith(".gz") else text)
+        print(f"{name}: {count} conversations, {ended:.2%} of the answers end, {equal:.2%} are the grammar's own", flush=True)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=HERE, help="folder to write to")
@@ -173,41 +207,16 @@ def main():
     parser.add_argument("--train", type=int, default=1800, help="conversations for the drafter")
     parser.add_argument("--heldout", type=int, default=96)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kinds", nargs="+", default=["trip", "animal"], help="what the drafter's conversations are about")
+    parser.add_argument("--keep-target", action="store_true", help="write conversations with the target that is there")
     args = parser.parse_args()
     started = time.time()
-
-    target = args.output / "target"
-    shutil.rmtree(target, ignore_errors=True)
-    target.mkdir(parents=True)
-    grammar, rng = Grammar(HERE / "grammar.yaml", args.seed), random.Random(args.seed)
-    corpus = [grammar.converse("train", rng) for _ in range(args.corpus)]
-    tokenizer = make_tokenizer((m["content"] for messages in corpus for m in messages), target)
-    texts = [tokenizer.apply_chat_template(messages, tokenize=False) for messages in corpus]
-    padded = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
-    corpus_NT = padded.input_ids.masked_fill(padded.attention_mask == 0, -100)
-    print(f"{len(corpus)} conversations, {int(padded.attention_mask.sum())} tokens, {time.time() - started:.0f} s", flush=True)
-
-    torch.manual_seed(args.seed)
-    ids = dict(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None)
-    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), **SHAPE, **ids)).to(args.device)
-    torch.set_float32_matmul_precision("high")
-    loss = train(model, corpus_NT, args.steps, args.batch, args.lr, args.seed)
-    torch.set_float32_matmul_precision("highest")
-    model.to(torch.bfloat16).save_pretrained(target)
-    model = Qwen3ForCausalLM.from_pretrained(target, dtype=torch.float32).to(args.device).eval()  # answers come from what is stored
-    print(f"trained, {time.time() - started:.0f} s", flush=True)
-
-    report = {"parameters": model.num_parameters(), "loss_nats": round(loss, 4)}
-    for part, count in ("heldout", args.heldout), ("train", args.train):
-        conversations, ended, equal = rewrite(model, tokenizer, grammar.distinct(part, count, rng), batch=512)
-        path = args.output / ("train.jsonl.gz" if part == "train" else "heldout.jsonl")
-        text = "".join(json.dumps({"messages": messages}) + "\n" for messages in conversations).encode()
-        path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
-        report[part] = {"conversations": count, "answers_ended": round(ended, 4), "answers_as_in_grammar": round(equal, 4)}
-    versions = {"torch": torch.__version__, "device": torch.cuda.get_device_name() if args.device.startswith("cuda") else args.device}
-    report |= {"seconds": round(time.time() - started), **versions}
-    (args.output / "report.json").write_text(json.dumps(report, indent=2) + "\n")
-    print(json.dumps(report, indent=2))
+    grammar = Grammar(HERE / "grammar.yaml", args.seed)
+    if not args.keep_target:
+        make_target(grammar, args)
+        print(f"target made, {time.time() - started:.0f} s", flush=True)
+    write_conversations(grammar, args)
+    print(f"conversations written, {time.time() - started:.0f} s", flush=True)
 
 
 if __name__ == "__main__":
