@@ -112,6 +112,8 @@ class Script:
             )
         except Exception as error:  # a template may raise anything
             raise Rejected(f"the template refuses: {error}") from None
+        if text.count(PROBE) != 1:
+            raise Rejected("the template does not show a user's turn in one piece")
         before, after = (chat.backend.encode(part, add_special_tokens=False).ids for part in text.split(PROBE))
         return self._request(before, self.question, after[:1], name)
 
@@ -138,11 +140,11 @@ class LocalEngine:
     A batch is made of neighbouring jobs, so that a run that goes on computes the same batches as one that was never stopped.
     """
 
-    def __init__(self, folder, tokenizer, pad_id, batch_size, device=None, trust_remote_code=False):
+    def __init__(self, folder, tokenizer, pad_id, batch_size, device=None):
         self.tokenizer, self.pad_id, self.batch_size = tokenizer, pad_id, batch_size
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=trust_remote_code)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         model.generation_config = GenerationConfig()  # the folder's own penalties and top-k would bend the target's distribution
         self.model = model.to(self.device).eval()
 
@@ -187,9 +189,11 @@ class LocalEngine:
             disable_compile=True,  # with large batches the host keeps up, and nothing waits for a compiler
         )
         chooser = [SeededChoice(requests, width, self.device)] if sampling.temperature > 0 else []
-        written = self.model.generate(
-            prompts_BP.to(self.device), attention_mask=mask_BP.long().to(self.device), generation_config=how, logits_processor=chooser
-        )
+        inputs = {"input_ids": prompts_BP.to(self.device), "attention_mask": mask_BP.long().to(self.device)}
+        try:
+            written = self.model.generate(**inputs, generation_config=how, logits_processor=chooser)
+        except torch.OutOfMemoryError:
+            raise UserError(f"--batch-size {self.batch_size}: {len(requests)} conversations do not fit {self.device}; use fewer") from None
         return [self._reply(tokens, stop_ids) for tokens in written[:, width:].tolist()]
 
     def _reply(self, tokens, stop_ids):
@@ -338,6 +342,10 @@ class Job:
         """Everything is checked before the weights are loaded."""
         folder = resolve(target)
         chat, spec = Chat(load_tokenizer(folder), chat_template_kwargs), read_spec(folder)
+        if not spec.eos_token_ids:
+            raise UserError(
+                f"--target {target}: neither config.json nor generation_config.json names the token that ends a turn (eos_token_id)"
+            )
         answer = Sampling(*((temperature, top_p) if answers == "sampled" else (0.0, 1.0)), max_tokens)
         question = Sampling(temperature, top_p, max_user_tokens) if max_user_tokens else None
         settings = {
