@@ -42,6 +42,9 @@ PATIENCE_S = 300.0
 """Longest wait for another thread's trace or compile before it is said to hang."""
 PAUSE_S = 0.001
 REFUSAL = "Detected that you are using FX to symbolically trace"
+RECOMPUTE = {"ban_recompute_materialized_backward": False}
+"""Lifts the ban on recomputing what a product of the backward pass reads. The list of what may be recomputed at all stays in force:
+under `aggressive_recomputation` it would not, and attention, a custom operator, would run a second time."""
 
 
 class KernelError(RuntimeError):
@@ -74,7 +77,7 @@ def handle(name, function, device, signature=(), backend=None, recompute=False, 
     signature: hashable, all that decides how the function compiles: shapes, dtypes, mask constants, which inputs require gradients.
         The grad mode is told apart by the call itself. A call that does not fit what its key was compiled for raises.
     backend: name or callable as in `torch.compile`, default inductor; on CPU the default is no compile, `function` itself is returned.
-    recompute: the backward pass recomputes all pointwise work instead of keeping its results: memory for a little time.
+    recompute: the backward pass recomputes all pointwise work, and nothing else, instead of keeping its results: memory for a little time.
     options: keyword arguments of the backend, e.g. `config_patches={"max_autotune": True}` of inductor.
 
     Raises (when called): KernelError for a cold key after `freeze()`, for a second compile of a key, for a trace that hangs.
@@ -154,7 +157,7 @@ class _Kernel:
                 "put what differs into the signature (TORCH_LOGS=recompiles names it)"
             )
         backend = torch._dynamo.lookup_backend(self.backend) if isinstance(self.backend, str) else self.backend
-        with torch._functorch.config.patch(force_non_lazy_backward_lowering=True, aggressive_recomputation=self.recompute):
+        with torch._functorch.config.patch(force_non_lazy_backward_lowering=True, **(RECOMPUTE if self.recompute else {})):
             compiled = backend(graph, inputs, **self.options)
         self.compiled_for = _shapes(inputs)
         _count("compiles", 1)

@@ -382,6 +382,42 @@ def test_inlined_in_an_outer_compile():
     assert len(graphs) == 1 and kernels.stats()["compiles"] == 0
 
 
+@torch.library.custom_op("drafter_tests::costly", mutates_args=())
+def costly(x: torch.Tensor) -> torch.Tensor:
+    costly.calls += 1
+    return x * x
+
+
+costly.calls = 0
+costly.register_fake(torch.empty_like)
+costly.register_autograd(lambda ctx, g: 2 * ctx.saved_tensors[0] * g, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+
+
+def test_recomputation_stops_at_pointwise_work():
+    """Attention run a second time in the backward pass cost 3% of a step; pointwise results kept in float32 cost gigabytes."""
+    saved = {}
+
+    def partition(graph, inputs, **keywords):
+        from functorch.compile import min_cut_rematerialization_partition
+
+        forward, backward = min_cut_rematerialization_partition(graph, inputs, compiler="inductor", **keywords)
+        kept = next(iter(forward.graph.find_nodes(op="output"))).args[0][keywords["num_fwd_outputs"] :]
+        saved["products"] = sum(node.target is torch.ops.aten.mm.default for node in backward.graph.nodes)
+        made = [node for node in kept if node.op != "placeholder" and node.target is not torch.ops.aten.permute.default]
+        saved["elements"] = sum(node.meta["val"].numel() for node in made)
+        return forward, backward
+
+    def block(x, weight):
+        wide = torch.nn.functional.silu(costly(x @ weight).float())
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1)).to(x.dtype) @ weight
+
+    x, weight = torch.randn(8, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
+    backend = aot_autograd(fw_compiler=lambda graph, _: graph, bw_compiler=lambda graph, _: graph, partition_fn=partition)
+    kernels.handle("block", block, "cpu", backend=backend, recompute=True)(x, weight).sum().backward()
+    assert costly.calls == 1 and saved["products"] == 4  # two gradients for each of the two products
+    assert saved["elements"] == 2 * 64 + 8  # a product's result, the costly one's, the rows' norms
+
+
 def test_cpu_without_a_backend_is_the_function_itself():
     """CPU runs compare bitwise with each other; a compiled kernel would round differently."""
     assert kernels.handle("compute", compute, "cpu") is compute
