@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-TILING = (1024, 16, 32)
+TILING = (512, 8, 16)
 """Lanes of a tile, neighbouring logits of a lane (reduced within a thread), warps."""
 
 
