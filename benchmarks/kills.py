@@ -3,11 +3,13 @@
     python benchmarks/kills.py [--kills 10] [--steps 3000] [--seed 0]
 
 The tests' tiny target on CPU under `torchrun --max-restarts`: 3 targets, 2 drafters, averaging every 7 steps, a checkpoint every 70.
-Each kill -9 hits a random rank at a random moment after the last one: at start, in a step, an averaging or a checkpoint alike.
+Each kill -9 hits a random rank: every other one up to 20 s after the last, often while the job is starting again; the others up to
+5 s after training has gone on, in a step, an averaging or a checkpoint alike.
 Prints one JSON line; exits 1 unless the weights are bitwise equal and no death cost more than `checkpoint.every` steps.
 """
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -53,11 +55,17 @@ def workers(job):
     return found
 
 
-def kill_at_random(job, draw, kills):
-    """Kill that many ranks, each up to 25 s after the one before; returns the ranks."""
+def kill_at_random(job, log, draw, kills):
+    """Kill that many ranks of a job that logs to `log`; returns the ranks."""
     victims = []
     while len(victims) < kills and job.poll() is None:
-        time.sleep(draw.uniform(1, 25))
+        if len(victims) % 2:
+            time.sleep(draw.uniform(0, 20))
+        else:
+            begin = len(steps_of(log))
+            while len(steps_of(log)) == begin and job.poll() is None:
+                time.sleep(0.1)
+            time.sleep(draw.uniform(0, 5))
         alive, rank = workers(job), draw.randrange(RANKS)
         if rank in alive:
             os.kill(alive[rank], signal.SIGKILL)
@@ -66,15 +74,14 @@ def kill_at_random(job, draw, kills):
     return victims
 
 
-def repeated_steps(text):
-    """For each resume: how many logged steps before it were run again."""
-    reached, repeated = 0, []
-    for line in text.splitlines():
-        if match := re.search(r"resuming from \S+ \(step (\d+)\)", line):
-            repeated.append(reached - int(match[1]))
-        if match := re.search(r"\] step (\d+)/", line):
-            reached = int(match[1])
-    return repeated
+def steps_of(log):
+    """The steps of a job's progress lines."""
+    return [int(step) for step in re.findall(r"\] step (\d+)/", log.read_text(errors="replace"))]
+
+
+def repeated_steps(steps):
+    """For each time that the steps go back: how many of them were run again."""
+    return [before - after + 1 for before, after in itertools.pairwise(steps) if after <= before]
 
 
 def files(run, steps):
@@ -96,7 +103,7 @@ def main(argv):
         job = start(preset, folder, "killed", steps)
         begin = time.monotonic()
         try:
-            victims = kill_at_random(job, random.Random(arguments.seed), arguments.kills)
+            victims = kill_at_random(job, folder / "killed.txt", random.Random(arguments.seed), arguments.kills)
             code = job.wait()
         finally:
             stop_job(job)
@@ -104,7 +111,8 @@ def main(argv):
         result = {
             "exit_code": code,
             "killed_ranks": victims,
-            "repeated_steps": repeated_steps(text),
+            "attempts": text.count("target 0: rank"),
+            "repeated_steps": repeated_steps(steps_of(folder / "killed.txt")),
             "seconds": round(time.monotonic() - begin),
             "equal_weights": files(folder / "undisturbed", steps) == files(folder / "killed", steps) != {},
         }
