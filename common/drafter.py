@@ -54,11 +54,22 @@ def inverse_frequencies(spec):
     return plain / factor * ramp + plain * (1 - ramp), on_tables
 
 
-def rotate(x_NHd, tables):
-    """Rotary embedding (half-split convention) in float32."""
-    cos, sin = (t[:, None] for t in tables)
-    first, second = x_NHd.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_NHd.dtype)
+@torch.library.custom_op("drafter::rotations", mutates_args=())
+def rotations(angles_Nd: torch.Tensor, factor: float) -> torch.Tensor:
+    """Rotations by these angles, times a factor: 2 x 2 matrices [N, 2, 2, d/2]. An operator, so that no kernel computes them anew."""
+    cos, sin = angles_Nd.cos() * factor, angles_Nd.sin() * factor
+    return torch.stack((cos, -sin, sin, cos), dim=1).unflatten(1, (2, 2))
+
+
+@rotations.register_fake
+def _(angles_Nd, factor):
+    return angles_Nd.new_empty(len(angles_Nd), 2, 2, angles_Nd.shape[1])
+
+
+def rotate(x_NHd, rotations_N22d):
+    """Rotary embedding (half-split convention) in float32: pairs times matrices, since compilers do not recompute a concatenation."""
+    pairs = x_NHd.float().unflatten(-1, (1, 2, -1))
+    return (pairs * rotations_N22d[:, None]).sum(-2).flatten(-2).to(x_NHd.dtype)
 
 
 class RMSNorm(nn.Module):
@@ -84,19 +95,53 @@ class SelfAttention(nn.Module):
         self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps, **kind)
         self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps, **kind)
 
-    def context(self, context_TD, tables):
+    def context(self, context_TD, turns):
         """Keys (normed and rotated) and values of the context: 2 x [T, G, d]."""
         first = self.heads * self.head_dim
         bias = None if self.qkv_proj.bias is None else self.qkv_proj.bias[first:]
         pair = F.linear(context_TD, self.qkv_proj.weight[first:], bias).unflatten(-1, (2 * self.kv_heads, self.head_dim))
         key, value = pair.split(self.kv_heads, dim=1)
-        return rotate(self.k_norm(key), tables), value
+        return rotate(self.k_norm(key), turns), value
 
-    def forward(self, x_ND, tables, context, mask):
+    def forward(self, x_ND, turns, context, mask):
         qkv = self.qkv_proj(x_ND).unflatten(-1, (self.heads + 2 * self.kv_heads, self.head_dim))
         query, key, value = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
-        query, key = rotate(self.q_norm(query), tables), rotate(self.k_norm(key), tables)
+        query, key = rotate(self.q_norm(query), turns), rotate(self.k_norm(key), turns)
         return self.o_proj(attention.attend(query, context, (key, value), mask).flatten(1))
+
+
+@torch.library.custom_op("drafter::swiglu_backward", mutates_args=())
+def swiglu_backward(act_gradient_NI: torch.Tensor, gate_up_N2I: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradient of gate and up [N, 2I], and the activation silu(gate) * up [N, I] that the forward pass did not keep."""
+    if gate_up_N2I.is_cuda and gate_up_N2I.dtype != torch.float64:
+        from common import swiglu_kernel  # Triton comes with torch for CUDA only
+
+        return swiglu_kernel.swiglu_backward(act_gradient_NI, gate_up_N2I)
+    gate, up = gate_up_N2I.chunk(2, dim=-1)
+    sigmoid, silu = gate.sigmoid(), F.silu(gate)
+    gate_gradient = act_gradient_NI * up * (sigmoid + silu * (1 - sigmoid))
+    return torch.cat((gate_gradient, act_gradient_NI * silu), dim=-1), silu * up
+
+
+@swiglu_backward.register_fake
+def _(act_gradient_NI, gate_up_N2I):
+    return torch.empty_like(gate_up_N2I), torch.empty_like(act_gradient_NI)
+
+
+class SwiGLU(torch.autograd.Function):
+    """silu(gate) * up times the down projection; keeps gate and up alone, and reads them once for all that the backward pass needs."""
+
+    @staticmethod
+    def forward(ctx, gate_up_N2I, weight_DI):
+        ctx.save_for_backward(gate_up_N2I, weight_DI)
+        gate, up = gate_up_N2I.chunk(2, dim=-1)
+        return F.linear(F.silu(gate) * up, weight_DI)
+
+    @staticmethod
+    def backward(ctx, gradient_ND):
+        gate_up_N2I, weight_DI = ctx.saved_tensors
+        gate_up_gradient, act_NI = torch.ops.drafter.swiglu_backward(gradient_ND @ weight_DI, gate_up_N2I)
+        return gate_up_gradient, gradient_ND.T @ act_NI
 
 
 class MLP(nn.Module):
@@ -106,8 +151,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=False, **kind)
 
     def forward(self, x_ND):
-        gate, up = self.gate_up_proj(x_ND).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate) * up)
+        return SwiGLU.apply(self.gate_up_proj(x_ND), self.down_proj.weight)
 
 
 class Layer(nn.Module):
@@ -118,8 +162,8 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, **kind)
         self.mlp = MLP(spec, **kind)
 
-    def forward(self, x_ND, tables, context, mask):
-        x_ND = x_ND + self.self_attn(self.input_layernorm(x_ND), tables, context, mask)
+    def forward(self, x_ND, turns, context, mask):
+        x_ND = x_ND + self.self_attn(self.input_layernorm(x_ND), turns, context, mask)
         return x_ND + self.mlp(self.post_attention_layernorm(x_ND))
 
 
@@ -173,22 +217,21 @@ class Drafter(nn.Module):
         sliding = attention.dense_mask(mask_spec, end, end * 0, end == n, self.spec.window) if SLIDING in self.spec.layer_types else None
         return self._blocks(block_embeddings_KD, positions_K, cache, {FULL: None, SLIDING: sliding})
 
-    def _tables(self, positions_N):
-        angles = positions_N.float()[:, None] * self.frequencies
-        return angles.cos() * self.table_factor, angles.sin() * self.table_factor
+    def _rotations(self, positions_N):
+        return rotations(positions_N.float()[:, None] * self.frequencies, self.table_factor)
 
     def _contexts(self, features_NF, positions_N):
         context = self.hidden_norm(self.fc(features_NF.to(self.fc.weight.dtype)))
-        tables = self._tables(positions_N)
-        return [layer.self_attn.context(context, tables) for layer in self.layers]
+        turns = self._rotations(positions_N)
+        return [layer.self_attn.context(context, turns) for layer in self.layers]
 
     def _blocks(self, x_ND, positions_N, contexts, masks):
-        x_ND, tables = x_ND.to(self.fc.weight.dtype), self._tables(positions_N)
+        x_ND, turns = x_ND.to(self.fc.weight.dtype), self._rotations(positions_N)
         for layer, kind, context in zip(self.layers, self.spec.layer_types, contexts, strict=True):
             if self.checkpointing and self.training:
-                x_ND = checkpoint(layer, x_ND, tables, context, masks[kind], use_reentrant=False)
+                x_ND = checkpoint(layer, x_ND, turns, context, masks[kind], use_reentrant=False)
             else:
-                x_ND = layer(x_ND, tables, context, masks[kind])
+                x_ND = layer(x_ND, turns, context, masks[kind])
         return self.norm(x_ND)
 
 

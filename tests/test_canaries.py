@@ -12,7 +12,7 @@ import torch
 from test_train_equals_serve import build_thread, check_export, check_hidden, check_walk
 
 from common import attention, objective
-from common.drafter import Drafter
+from common.drafter import Drafter, rotations
 from common.drafter_files import FULL
 from common.target import Target
 
@@ -62,11 +62,10 @@ def wrong_mask_id(plant):
 
 
 def rotary_in_bfloat16(plant):
-    def tables(self, positions):
-        angles = (positions.bfloat16()[:, None] * self.frequencies.bfloat16()).float()
-        return angles.cos(), angles.sin()
+    def turns(self, positions):
+        return rotations((positions.bfloat16()[:, None] * self.frequencies.bfloat16()).float(), 1.0)
 
-    plant(Drafter, "_tables", tables)
+    plant(Drafter, "_rotations", turns)
 
 
 def labels_shifted_by_one(plant):

@@ -138,9 +138,9 @@ def test_rotary_and_norms_are_float32_inside():
     """In bfloat16 positions beyond 256 share their angles: the drafter would lose all sense of distance on long chats."""
     spec = dataclasses.replace(QWEN3_8B, hidden_size=32, intermediate_size=32, heads=2, kv_heads=1, head_dim=16, layers=1, taps=(0,))
     model = drafter.Drafter(spec, torch.bfloat16, "cpu").to(torch.bfloat16)
-    cos, _ = model._tables(torch.tensor([30_001]))
+    turns = model._rotations(torch.tensor([30_001]))
     exact = torch.cos(30_001 * 1e6 ** (-torch.arange(0, 16, 2, dtype=torch.float64) / 16))
-    torch.testing.assert_close(cos[0].double(), exact, atol=2e-3, rtol=0)
+    torch.testing.assert_close(turns[0, 0, 0].double(), exact, atol=2e-3, rtol=0)
     x = torch.randn(3, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
     with torch.no_grad():
         norm = model.norm.weight.fill_(1.0) * x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
@@ -371,3 +371,20 @@ def test_nothing_is_exported_that_fails_the_gate(tiny_target, tmp_path):
     with pytest.raises(UserError, match=r"cannot be exported.*mask_token_id=258"):
         drafter.export(folder, model.state_dict(), spec, read_spec(tiny_target), "float32", "float32")
     assert drafter.load_exported(folder)[0] == model.spec
+
+
+def test_swiglu_keeps_gate_and_up_and_computes_exact_gradients():
+    """The hand-written backward pass must be the derivative, or every MLP learns something else."""
+    generator = torch.Generator().manual_seed(0)
+    gate_up, weight = (torch.randn(*shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in ((5, 12), (4, 6)))
+    assert torch.autograd.gradcheck(drafter.SwiGLU.apply, (gate_up, weight))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel runs on CUDA alone")
+@pytest.mark.parametrize(("width", "dtype", "tolerance"), [(1500, torch.float32, 1e-5), (2048, torch.bfloat16, 1e-2)])
+def test_swiglu_kernel_equals_its_twin(width, dtype, tolerance):
+    """The twin is what the other tests see; training on a GPU runs the kernel."""
+    gradient, gate_up = torch.randn(7, width, dtype=dtype), torch.randn(7, 2 * width, dtype=dtype)
+    expected = drafter.swiglu_backward(gradient.double(), gate_up.double())
+    for one, other in zip(drafter.swiglu_backward(gradient.cuda(), gate_up.cuda()), expected, strict=True):
+        torch.testing.assert_close(one.cpu().double(), other, atol=tolerance, rtol=tolerance)

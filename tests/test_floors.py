@@ -12,7 +12,10 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = (
     ("config",),
     ("packet", "target_files", "tokens", "chat", "kernels", "optim", "metrics", "checkpoint", "watch", "acceptance"),
-    ("attention_kernel", "attention", "head_kernel", "head", "drafter_files", "links", "comms", "conversation_file", "prompts", "run"),
+    (
+        *("attention_kernel", "attention", "head_kernel", "head", "swiglu_kernel", "drafter_files"),
+        *("links", "comms", "conversation_file", "prompts", "run"),
+    ),
     ("target", "drafter", "objective", "averaging", "topology"),
     ("plan", "learner", "decoding", "writer"),
     ("serve_targets", "train_drafter", "prepare_data", "evaluate_drafter"),
