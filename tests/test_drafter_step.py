@@ -51,4 +51,5 @@ def test_every_mode_runs_tiny(capsys):
     by_name = {case["benchmark"]: case for case in cases}
     assert {"row_tokens", "median_ms", "ktok_per_s", "tflops", "share_of_ceiling", "peak_gib", "compiles"} <= set(by_name["drafter_step"])
     assert all(case["good"] for case in cases if case["benchmark"] == "drafter_step_check")
-    assert by_name["attention_sweep"]["backward_ms"] > 0
+    assert any(case["activation_checkpointing"] for case in cases if case["benchmark"] == "drafter_step")
+    assert by_name["attention_sweep"]["forward_ms"] > 0
