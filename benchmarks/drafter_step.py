@@ -56,7 +56,8 @@ def useful_flop(spec, row_tokens, anchors, visible_pairs):
     """{part: FLOP} of a step, nothing recomputed: three products per matrix (forward, two gradients), two per row of the frozen head.
 
     Attention counts what torch's FlopCounterMode counts for flash attention (its backward 2.5 forwards) over the visible pairs alone.
-    The gradient of the features counts although nobody asks for it, so that figures compare with those of other trainers (0.7%).
+    The gradient of the features counts although nobody asks for it (0.7%), and so do the rows of the last layer that nobody asks for
+    (0.7%), so that figures compare with those of other trainers.
     """
     D, T, Q = spec.hidden_size, row_tokens, anchors * spec.block_size
     query, key = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim

@@ -37,7 +37,7 @@ def inputs(anchors, shape, device, tokens_per_document=3072):
     row = Row(tokens, index - index % tokens_per_document, np.ones(T, np.uint8), T, -(-T // tokens_per_document))
     blocks = objective.build_blocks(row, *objective.draw_anchors(row, anchors, seed=0, number=0), shape["block_size"], mask_token_id=0)
     head = torch.randn(shape["rows"], shape["hidden"], device=device).mul_(shape["hidden"] ** -0.5).to(shape["dtype"])
-    hidden = torch.randn(anchors, shape["block_size"], shape["hidden"], device=device, dtype=shape["dtype"], requires_grad=True)
+    hidden = torch.randn(anchors, shape["block_size"] - 1, shape["hidden"], device=device, dtype=shape["dtype"], requires_grad=True)
     return hidden, Vocabulary(head, head, 1.0, None), blocks.to(device)
 
 

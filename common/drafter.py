@@ -103,11 +103,11 @@ class SelfAttention(nn.Module):
         key, value = pair.split(self.kv_heads, dim=1)
         return rotate(self.k_norm(key), turns), value
 
-    def forward(self, x_ND, turns, context, mask):
+    def forward(self, x_ND, turns, context, mask, wanted):
         qkv = self.qkv_proj(x_ND).unflatten(-1, (self.heads + 2 * self.kv_heads, self.head_dim))
         query, key, value = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         query, key = rotate(self.q_norm(query), turns), rotate(self.k_norm(key), turns)
-        return self.o_proj(attention.attend(query, context, (key, value), mask).flatten(1))
+        return self.o_proj(wanted(attention.attend(query, context, (key, value), mask).flatten(1)))
 
 
 @torch.library.custom_op("drafter::swiglu_backward", mutates_args=())
@@ -154,6 +154,10 @@ class MLP(nn.Module):
         return SwiGLU.apply(self.gate_up_proj(x_ND), self.down_proj.weight)
 
 
+def every_row(x_ND):
+    return x_ND
+
+
 class Layer(nn.Module):
     def __init__(self, spec, **kind):
         super().__init__()
@@ -162,8 +166,9 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, **kind)
         self.mlp = MLP(spec, **kind)
 
-    def forward(self, x_ND, turns, context, mask):
-        x_ND = x_ND + self.self_attn(self.input_layernorm(x_ND), turns, context, mask)
+    def forward(self, x_ND, turns, context, mask, wanted=every_row):
+        """The layer's output of the `wanted` rows; attention alone needs them all."""
+        x_ND = wanted(x_ND) + self.self_attn(self.input_layernorm(x_ND), turns, context, mask, wanted)
         return x_ND + self.mlp(self.post_attention_layernorm(x_ND))
 
 
@@ -185,7 +190,7 @@ class Drafter(nn.Module):
         self.frequencies = frequencies.to(device)  # no buffer: a cast of the module must not round it
 
     def forward(self, block_embeddings_AKD, positions_AK, features_TF, context_positions_T, plan):
-        """Hidden states of all blocks of a packet, ready for the head: [A, K, D].
+        """Hidden states of the predicted slots (all but the first) of a packet's blocks, ready for the head: [A, K - 1, D].
 
         `plan` is the packet's attention.MaskPlan; positions count in each token's own document.
         """
@@ -194,8 +199,12 @@ class Drafter(nn.Module):
         windows = {t: self.spec.window if t == SLIDING else None for t in dict.fromkeys(self.spec.layer_types)}
         masks = {t: attention.mask_of(mask_spec, plan, window) for t, window in windows.items()}
         contexts = self._contexts(features_TF, context_positions_T)
-        hidden = self._blocks(block_embeddings_AKD.flatten(0, 1), positions_AK.flatten(), contexts, masks)
-        return hidden.unflatten(0, (A, K))
+
+        def predicted(x_ND):
+            return x_ND.unflatten(0, (A, K))[:, 1:].flatten(0, 1)
+
+        hidden = self._blocks(block_embeddings_AKD.flatten(0, 1), positions_AK.flatten(), contexts, masks, predicted)
+        return hidden.unflatten(0, (A, K - 1))
 
     def new_cache(self):
         """An empty cache of context keys and values per layer, for `extend` and `draft`."""
@@ -225,13 +234,15 @@ class Drafter(nn.Module):
         turns = self._rotations(positions_N)
         return [layer.self_attn.context(context, turns) for layer in self.layers]
 
-    def _blocks(self, x_ND, positions_N, contexts, masks):
+    def _blocks(self, x_ND, positions_N, contexts, masks, wanted=every_row):
+        """Hidden states after the norm; the last layer computes the `wanted` rows alone."""
         x_ND, turns = x_ND.to(self.fc.weight.dtype), self._rotations(positions_N)
-        for layer, kind, context in zip(self.layers, self.spec.layer_types, contexts, strict=True):
+        of_layer = [every_row] * (len(self.layers) - 1) + [wanted]
+        for layer, kind, context, wanted in zip(self.layers, self.spec.layer_types, contexts, of_layer, strict=True):
             if self.checkpointing and self.training:
-                x_ND = checkpoint(layer, x_ND, turns, context, masks[kind], use_reentrant=False)
+                x_ND = checkpoint(layer, x_ND, turns, context, masks[kind], wanted, use_reentrant=False)
             else:
-                x_ND = layer(x_ND, turns, context, masks[kind])
+                x_ND = layer(x_ND, turns, context, masks[kind], wanted)
         return self.norm(x_ND)
 
 

@@ -2,7 +2,7 @@
 
 Two implementations of one function. `fused` computes the gradient with respect to the hidden states in the forward pass and keeps
 it (two products a row, no logits survive a chunk); `checkpoint` is the plain twin that autograd differentiates and recomputes
-(three products). Slot 0, the clean anchor, has no loss and is skipped; a block is never split over two chunks.
+(three products). Slot 0, the clean anchor, has no loss and no hidden state here; a block is never split over two chunks.
 
 Legend: A anchors, K block slots, J = K - 1 predicted slots, D hidden, V vocabulary, T tokens, R = rows of a chunk, C loss terms.
 """
@@ -31,19 +31,19 @@ class Teacher:
     index_AJ: torch.Tensor
 
 
-def slot_terms(hidden_AKD, vocabulary, labels_AJ, loss, head, teacher=None, chunk_anchors=None):
-    """Loss terms of each predicted slot, differentiable in hidden_AKD, with the label's nll and whether the best token is the label.
+def slot_terms(hidden_AJD, vocabulary, labels_AJ, loss, head, teacher=None, chunk_anchors=None):
+    """Loss terms of each predicted slot, differentiable in hidden_AJD, with the label's nll and whether the best token is the label.
 
-    Shapes: hidden_AKD [A, K, D], labels_AJ int64 [A, J] -> terms [C, A, J], nll [A, J], hit bool [A, J] (the last two without gradient).
+    Shapes: hidden_AJD [A, J, D], labels_AJ int64 [A, J] -> terms [C, A, J], nll [A, J], hit bool [A, J] (the last two without gradient).
     Units: nats.
     """
     A, J = labels_AJ.shape
     spans = _spans(A, J * vocabulary.head.shape[0], chunk_anchors)
     if head == "fused":
-        return _FusedHead.apply(hidden_AKD, vocabulary, labels_AJ, loss, teacher, spans)
+        return _FusedHead.apply(hidden_AJD, vocabulary, labels_AJ, loss, teacher, spans)
     parts = [
         checkpoint(
-            _chunk, hidden_AKD[span], vocabulary, labels_AJ[span], loss, teacher, span, use_reentrant=False, preserve_rng_state=False
+            _chunk, hidden_AJD[span], vocabulary, labels_AJ[span], loss, teacher, span, use_reentrant=False, preserve_rng_state=False
         )
         for span in spans
     ]
@@ -55,14 +55,14 @@ def _joined(parts, A, J):
     return tuple(torch.cat(part, dim=-1).unflatten(-1, (A, J)) for part in zip(*parts, strict=True))
 
 
-def slot_best(hidden_AKD, vocabulary, top_k, chunk_anchors=None):
+def slot_best(hidden_AJD, vocabulary, top_k, chunk_anchors=None):
     """Log-probabilities and ids of each predicted slot's best k tokens: [A, J, k] each, best first."""
-    A, K = hidden_AKD.shape[:2]
+    A, J = hidden_AJD.shape[:2]
     parts = []
-    for span in _spans(A, (K - 1) * vocabulary.head.shape[0], chunk_anchors):
-        logits_RV, _ = _logits(hidden_AKD[span], vocabulary, None, span)
+    for span in _spans(A, J * vocabulary.head.shape[0], chunk_anchors):
+        logits_RV, _ = _logits(hidden_AJD[span], vocabulary, None, span)
         parts.append(_cap(logits_RV, vocabulary.softcap).log_softmax(-1).topk(min(top_k, logits_RV.shape[1]), dim=-1))
-    return (torch.cat(part).unflatten(0, (A, K - 1)) for part in zip(*parts, strict=True))
+    return (torch.cat(part).unflatten(0, (A, J)) for part in zip(*parts, strict=True))
 
 
 def _spans(anchors, logits_per_anchor, chunk_anchors):
@@ -71,23 +71,23 @@ def _spans(anchors, logits_per_anchor, chunk_anchors):
     return [slice(start, min(start + chunk_anchors, anchors)) for start in range(0, anchors, chunk_anchors)]
 
 
-def _chunk(hidden_AKD, vocabulary, labels_AJ, loss, teacher, span):
-    logits_RV, teacher_RV = _logits(hidden_AKD, vocabulary, teacher, span)
+def _chunk(hidden_AJD, vocabulary, labels_AJ, loss, teacher, span):
+    logits_RV, teacher_RV = _logits(hidden_AJD, vocabulary, teacher, span)
     terms_CR, nll_R, hit_R = slot_values(logits_RV, labels_AJ.flatten(), teacher_RV, loss, vocabulary.softcap)
     return terms_CR, nll_R.detach(), hit_R
 
 
-def _logits(hidden_AKD, vocabulary, teacher, span):
+def _logits(hidden_AJD, vocabulary, teacher, span):
     """Uncapped logits of the drafter and, if it is asked, of the target."""
-    logits_RV = hidden_AKD[:, 1:].flatten(0, 1) @ vocabulary.head.T
+    logits_RV = hidden_AJD.flatten(0, 1) @ vocabulary.head.T
     if teacher is None:
         return logits_RV, None
     return logits_RV, teacher.hidden_TD[teacher.index_AJ[span].flatten()].to(vocabulary.head.dtype) @ vocabulary.head.T
 
 
-def _fused_chunk(hidden_AKD, vocabulary, labels_AJ, loss, teacher, span, kept):
+def _fused_chunk(hidden_AJD, vocabulary, labels_AJ, loss, teacher, span, kept):
     """`_chunk`, and the gradient of each term with respect to its row's hidden state into the tensors of `kept` [R, D], if any."""
-    logits_RV, teacher_RV = _logits(hidden_AKD, vocabulary, teacher, span)
+    logits_RV, teacher_RV = _logits(hidden_AJD, vocabulary, teacher, span)
     terms_CR, nll_R, hit_R, *gradients = _pointwise(logits_RV, labels_AJ.flatten(), teacher_RV, loss, vocabulary.softcap)
     for kept_RD, gradient_RV in zip(kept, gradients, strict=False):
         torch.mm(gradient_RV, vocabulary.head, out=kept_RD)
@@ -96,13 +96,13 @@ def _fused_chunk(hidden_AKD, vocabulary, labels_AJ, loss, teacher, span, kept):
 
 class _FusedHead(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_AKD, vocabulary, labels_AJ, loss, teacher, spans):
-        C, A, J, D = len(TERMS[loss]), *labels_AJ.shape, hidden_AKD.shape[-1]
-        kept_CAJD = hidden_AKD.new_empty(C, A, J, D) if ctx.needs_input_grad[0] else ()
+    def forward(ctx, hidden_AJD, vocabulary, labels_AJ, loss, teacher, spans):
+        C, A, J, D = len(TERMS[loss]), *labels_AJ.shape, hidden_AJD.shape[-1]
+        kept_CAJD = hidden_AJD.new_empty(C, A, J, D) if ctx.needs_input_grad[0] else ()
         parts = []
         for span in spans:
             kept = [kept_AJD[span].flatten(0, 1) for kept_AJD in kept_CAJD]
-            parts.append(_fused_chunk(hidden_AKD[span], vocabulary, labels_AJ[span], loss, teacher, span, kept))
+            parts.append(_fused_chunk(hidden_AJD[span], vocabulary, labels_AJ[span], loss, teacher, span, kept))
         terms_CAJ, nll_AJ, hit_AJ = _joined(parts, A, J)
         ctx.kept_CAJD = kept_CAJD
         ctx.mark_non_differentiable(nll_AJ, hit_AJ)
@@ -113,12 +113,10 @@ class _FusedHead(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, scale_CAJ, *_):
         kept_CAJD, ctx.kept_CAJD = ctx.kept_CAJD, None
-        A, J, D = kept_CAJD.shape[1:]
-        gradient_AKD = kept_CAJD.new_zeros(A, J + 1, D)
-        torch.mul(kept_CAJD[0], scale_CAJ[0, ..., None], out=gradient_AKD[:, 1:])
+        gradient_AJD = kept_CAJD[0].mul_(scale_CAJ[0, ..., None])
         for kept_AJD, scale_AJ in zip(kept_CAJD[1:], scale_CAJ[1:], strict=True):
-            gradient_AKD[:, 1:] += kept_AJD * scale_AJ[..., None]
-        return gradient_AKD, None, None, None, None, None
+            gradient_AJD += kept_AJD * scale_AJ[..., None]
+        return gradient_AJD, None, None, None, None, None
 
 
 def _pointwise(logits_RV, labels_R, teacher_RV, loss, softcap):

@@ -123,15 +123,15 @@ class Result:
     accepted_A: torch.Tensor
 
 
-def loss(hidden_AKD, vocabulary, blocks, config, final_hidden=None, chunk_anchors=None):
+def loss(hidden_AJD, vocabulary, blocks, config, final_hidden=None, chunk_anchors=None):
     """Weighted loss of all blocks, to be divided by the weights of the whole optimiser step.
 
-    Shapes: hidden_AKD [A, K, D]; final_hidden [T, D], the target's hidden states after its norm (every loss but `ce`). Units: nats.
+    Shapes: hidden_AJD [A, J, D]; final_hidden [T, D], the target's hidden states after its norm (every loss but `ce`). Units: nats.
     Metrics: loss (weighted), nll (plain mean over valid slots), accuracy and accepted (unbroken) [J], tau (1 + accepted, per anchor).
     """
     labels_AJ, valid_AJ = blocks.labels_AK[:, 1:], blocks.valid_AK[:, 1:]
     teacher = None if config.loss == "ce" else Teacher(final_hidden, _index_before(blocks, labels_AJ, len(final_hidden)))
-    terms_CAJ, nll_AJ, hit_AJ = slot_terms(hidden_AKD, vocabulary, labels_AJ, config.loss, config.head, teacher, chunk_anchors)
+    terms_CAJ, nll_AJ, hit_AJ = slot_terms(hidden_AJD, vocabulary, labels_AJ, config.loss, config.head, teacher, chunk_anchors)
     value_AJ = terms_CAJ[0] if config.loss != "lk" else _mixed(*terms_CAJ, valid_AJ)
     weights_AJ = blocks.weights_AK[:, 1:] if config.weights == "decay" else pace_weights(nll_AJ, valid_AJ, config.alpha)
     loss_sum, weight_sum = (weights_AJ * value_AJ).sum(), weights_AJ.sum()
@@ -197,12 +197,12 @@ def _walk(accepted, row):
 
 
 @torch.no_grad()
-def rank_labels(hidden_AKD, vocabulary, blocks, top_k, chunk_anchors=None):
+def rank_labels(hidden_AJD, vocabulary, blocks, top_k, chunk_anchors=None):
     """What a tree would be built from, and where in it the labels are.
 
     Shapes: -> logprobs [A, J, k] of each slot's best k tokens, sorted; ranks int64 [A, J] of the labels among them, k where absent.
     """
-    logprobs, tokens = slot_best(hidden_AKD, vocabulary, top_k, chunk_anchors)
+    logprobs, tokens = slot_best(hidden_AJD, vocabulary, top_k, chunk_anchors)
     match_AJk = (tokens == blocks.labels_AK[:, 1:, None]) & blocks.valid_AK[:, 1:, None]
     return logprobs, torch.where(match_AJk.any(-1), match_AJk.int().argmax(-1), logprobs.shape[-1])
 

@@ -43,7 +43,7 @@ def random_hidden(*shape, seed=2):
 
 def hidden_that_says(tokens_AK, vocabulary):
     """Hidden states whose best token under an orthonormal head is the given one."""
-    return vocabulary.head[tokens_AK].detach()
+    return vocabulary.head[tokens_AK[:, 1:]].detach()
 
 
 # Anchors
@@ -63,7 +63,7 @@ def test_a_row_without_a_candidate_has_no_weight_and_no_nan():
     assert objective.every_anchor(row, 3) == []
     blocks = blocks_of(row, 3, 4)
     assert not blocks.keep_A.any() and torch.equal(blocks.lo_A, blocks.anchor_A)
-    hidden = random_hidden(3, 4, D)
+    hidden = random_hidden(3, 3, D)
     result = objective.loss(hidden, random_vocabulary(), blocks, ObjectiveConfig())
     result.loss_sum.backward()
     assert result.loss_sum == 0 and result.weight_sum == 0 and not hidden.grad.any()
@@ -144,8 +144,8 @@ def reference(hidden, vocabulary, blocks, config, final_hidden):
         z = vocabulary.head @ h
         return F.log_softmax(z if vocabulary.softcap is None else vocabulary.softcap * torch.tanh(z / vocabulary.softcap), dim=0)
 
-    slots = [(a, k) for a, k in itertools.product(range(hidden.shape[0]), range(1, hidden.shape[1])) if blocks.valid_AK[a, k]]
-    log_q = {s: logprobs(hidden[s]) for s in slots}
+    slots = [(a, k) for a, k in itertools.product(range(hidden.shape[0]), range(1, 1 + hidden.shape[1])) if blocks.valid_AK[a, k]]
+    log_q = {(a, k): logprobs(hidden[a, k - 1]) for a, k in slots}
     p = {(a, k): logprobs(final_hidden[blocks.anchor_A[a] + k - 1]).exp() for a, k in slots}
     nll = {s: -log_q[s][blocks.labels_AK[s]] for s in slots}
     kl = {s: (p[s] * (p[s].log() - log_q[s])).sum() for s in slots}
@@ -172,7 +172,7 @@ def test_loss_and_gradient_equal_the_float64_reference(loss, weights, softcap):
     row = make_row([9, 6], mask="111110111" + "111111", row_tokens=18)
     vocabulary, blocks = random_vocabulary(softcap), blocks_of(row, 13, 4, gamma=2.0)
     assert not blocks.keep_A.all()
-    hidden, final_hidden = random_hidden(13, 4, D), random_hidden(18, D, seed=3).detach()
+    hidden, final_hidden = random_hidden(13, 3, D), random_hidden(18, D, seed=3).detach()
     config = ObjectiveConfig(loss=loss, weights=weights, gamma=2.0)
     loss_sum, weight_sum, nll_sum = reference(hidden, vocabulary, blocks, config, final_hidden)
     (gradient,) = torch.autograd.grad(loss_sum * 3, hidden)
@@ -189,7 +189,7 @@ def test_loss_and_gradient_equal_the_float64_reference(loss, weights, softcap):
 def test_the_fused_head_in_bfloat16_stays_near_float64():
     """The softmax is taken in float32 and the gradient kept in bfloat16: rounding, not bias."""
     row = make_row([30])
-    blocks, vocabulary, hidden = blocks_of(row, 29, 4), random_vocabulary(), random_hidden(29, 4, D)
+    blocks, vocabulary, hidden = blocks_of(row, 29, 4), random_vocabulary(), random_hidden(29, 3, D)
     half = Vocabulary(*(vocabulary.head.bfloat16(),) * 2, 1.0, None)
     hidden_half = hidden.detach().bfloat16().requires_grad_()
     exact = objective.loss(hidden, vocabulary, blocks, ObjectiveConfig())
@@ -204,7 +204,7 @@ def test_packed_equals_unpacked():
     """Documents packed into a row must be learnt as if each were alone."""
     packed = make_row([8, 5], mask="01111111" + "11110", row_tokens=16)
     vocabulary, config = random_vocabulary(), ObjectiveConfig(weights="dpace")
-    hidden = random_hidden(16, 4, D)
+    hidden = random_hidden(16, 3, D)
     whole_blocks = blocks_of(packed, 16, 4)
     whole = objective.loss(hidden, vocabulary, whole_blocks, config)
     parts, used = [], 0
@@ -225,9 +225,9 @@ def test_packed_equals_unpacked():
 
 def test_a_non_finite_hidden_state_reaches_the_loss_and_the_gradient():
     """The optimiser skips a bad step only if it can see it."""
-    hidden = random_hidden(9, 4, D)
+    hidden = random_hidden(9, 3, D)
     with torch.no_grad():
-        hidden[3, 2, 0] = torch.nan
+        hidden[3, 1, 0] = torch.nan
     for head in ("fused", "checkpoint"):
         result = objective.loss(hidden, random_vocabulary(), blocks_of(make_row([10]), 9, 4), ObjectiveConfig(head=head))
         assert result.loss_sum.isnan() and torch.autograd.grad(result.loss_sum, hidden)[0].isnan().any()
@@ -349,7 +349,7 @@ def test_the_cuda_kernels_equal_the_plain_twin(loss, dtype):
         row = make_row([100, 150], row_tokens=300)
         blocks = blocks_of(row, 40, 8).to("cuda")
         vocabulary, wide = Vocabulary(head, head, 1.0, softcap), Vocabulary(head.double(), head.double(), 1.0, softcap)
-        hidden = torch.randn(40, 8, 64, generator=generator).to(dtype).cuda().requires_grad_()
+        hidden = torch.randn(40, 7, 64, generator=generator).to(dtype).cuda().requires_grad_()
         exact_hidden = hidden.detach().double().requires_grad_()
         fast = objective.loss(hidden, vocabulary, blocks, ObjectiveConfig(loss=loss), final_hidden, chunk_anchors=16)
         slow = objective.loss(exact_hidden, wide, blocks, ObjectiveConfig(loss=loss, head="checkpoint"), final_hidden.double())

@@ -54,7 +54,7 @@ class Thread:
                 yield row.tokens[first : first + prompt].tolist(), row.tokens[first + prompt : stop].tolist()
 
     def trained_hidden(self, row):
-        """The training path's hidden states at every anchor of a row, [N, K, D], and the accepted lengths that follow, [N]."""
+        """The training path's hidden states at every anchor of a row, [N, K - 1, D], and the accepted lengths that follow, [N]."""
         seen, model = [], self.learner.model
         handle = model.register_forward_hook(lambda module, inputs, output: seen.append(output.detach()))
         accepted = self.learner.accepted(self.packet(row))
@@ -134,7 +134,7 @@ def served_hidden(thread, prompt, answer):
 
 
 def check_hidden(thread):
-    """The training path's hidden states equal the serving path's, for every anchor and slot."""
+    """The training path's hidden states equal the serving path's, for every anchor and predicted slot."""
     documents = thread.documents()
     for row in thread.rows:
         trained, _ = thread.trained_hidden(row)
@@ -144,7 +144,7 @@ def check_hidden(thread):
             served = served_hidden(thread, prompt, answer)
             assert sorted(served) == [anchor - first for anchor in anchors if first <= anchor < stop]
             for position in sorted(served):
-                torch.testing.assert_close(next(trained), served[position], atol=1e-4, rtol=1e-4)
+                torch.testing.assert_close(next(trained), served[position][1:], atol=1e-4, rtol=1e-4)
 
 
 def check_walk(thread, tree_budget=None):
@@ -180,7 +180,7 @@ def check_export(thread, scratch):
         first = int(row.document_start[anchor])
         mask_token = read_json(folder / "config.json")["dflash_config"]["mask_token_id"]
         block = learner.vocabulary.embed(torch.tensor([int(row.tokens[anchor])] + [mask_token] * (BLOCK - 1)))
-        torch.testing.assert_close(engine(folder, features[first:anchor], block), expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(engine(folder, features[first:anchor], block)[1:], expected, atol=1e-4, rtol=1e-4)
 
 
 def engine(folder, features_NF, x_KD):
