@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 FORWARD, QUERIES, KEYS = "forward", "queries", "keys"
-TILING = {FORWARD: (64, 64, 4, 2), QUERIES: (64, 64, 4, 2), KEYS: (64, 128, 8, 3)}
+TILING = {FORWARD: (128, 64, 8, 3), QUERIES: (128, 64, 8, 3), KEYS: (64, 128, 8, 3)}
 """Per kernel: queries and keys of a tile, warps, stages (benchmarks/drafter_step.py --sweep)."""
 WIDE_TILING = {FORWARD: (64, 32, 4, 1), QUERIES: (64, 32, 4, 1), KEYS: (32, 64, 4, 1)}
 """The same for float32, which only the parity tests use."""
