@@ -27,9 +27,11 @@ from common.tokens import TokenStore, pack_rows  # noqa: E402
 ROW_DOCUMENTS, ANCHORS = 32, 64  # conversations of a step, blocks of a conversation
 STAGES = ("convert", "synthesize", "pack", "train", "evaluate", "speed")
 SETS = {"own": (1, False), "own4": (4, False), "code": (1, True)}  # how many times --num, whether topics are given
+QUARTER = "quarter"  # a quarter of "own"
 VARIANTS = {
     "base": ("own", []),
     "more_conversations": ("own4", []),
+    "fewer_conversations": (QUARTER, []),
     "code_topics": ("code", []),
     "block16": ("own", ["drafter.block_size=16"]),
     "lr_half": ("own", ["optim.lr=5e-4"]),
@@ -74,7 +76,7 @@ class RealRun:
         self.out.mkdir(parents=True, exist_ok=True)
         self.target = self.work / "target"
         self.report = {"seconds": {}, "conversations": {}, "variants": {name: {} for name in arguments.variants}}
-        self.sets = sorted({"own"} | {VARIANTS[name][0] for name in arguments.variants})
+        self.stores = sorted({"own"} | {VARIANTS[name][0] for name in arguments.variants})
 
     def timed(self, stage, *variant):
         begun_s = time.monotonic()
@@ -100,7 +102,7 @@ class RealRun:
         a = self.arguments
         topics = self.work / "topics.txt"
         topics.write_text("\n".join(TOPICS) + "\n")
-        for name in self.sets:
+        for name in set(self.stores) - {QUARTER}:
             factor, with_topics = SETS[name]
             number, output, begun_s = a.num * factor + a.heldout, self.work / f"{name}.jsonl", time.monotonic()
             if a.restore and (a.restore / f"{name}.jsonl.gz").exists() and not output.exists():
@@ -130,9 +132,11 @@ class RealRun:
         script("prepare_data.py", command, "--target", self.target, "--batch-size", a.batch_size, *how, *more)
 
     def pack(self):
-        for name in self.sets:
-            rows, held = read_rows(self.work / f"{name}.jsonl"), self.arguments.heldout
-            write_rows(self.work / f"{name}_train.jsonl", rows[held:])
+        for name in self.stores:
+            held = self.arguments.heldout
+            rows = read_rows(self.work / ("own.jsonl" if name == QUARTER else f"{name}.jsonl"))
+            end = held + self.arguments.num // 4 if name == QUARTER else len(rows)
+            write_rows(self.work / f"{name}_train.jsonl", rows[held:end])
             self.pack_store(self.work / name, self.work / f"{name}_train.jsonl")
             if name == "own":
                 write_rows(self.work / "own_heldout.jsonl", rows[:held])
