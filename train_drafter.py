@@ -78,7 +78,7 @@ class Trainer:
         walked = Meters(self.seat.device)
         for item, target in entries:
             packet = self.take(item, target, phase="validate")
-            walked.add(walk_totals(self.plan, item, packet.row, self.learner.accepted(packet)))
+            walked.add(walk_totals(self.plan, item, packet.row, *self.learner.replay(packet)))
             self.seat.link.release(packet)
         if entries:
             self.run_files.write(step, walked.drain(self.seat.comm))

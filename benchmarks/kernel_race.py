@@ -41,11 +41,14 @@ def main(arguments):
     device, backend = measure.device_of(args.tiny), "aot_eager" if args.tiny else "inductor"
     os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # a hit in the disk cache traces nothing and hides the race
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-        results = pool.starmap(run, [(mode, device, backend, args.seconds) for mode in GUARDS], chunksize=1)
-    for result in results:
-        measure.report(device, benchmark="kernel_race", **result)
-    for row in (COLUMNS, ["---"] * len(COLUMNS), *([result[c] for c in COLUMNS] for result in results)):
-        print("|", " | ".join(map(str, row)), "|")
+        print("|", " | ".join(COLUMNS), "|\n|", " | ".join(["---"] * len(COLUMNS)), "|", flush=True)
+        for result in pool.imap(_run, [(mode, device, backend, args.seconds) for mode in GUARDS]):
+            measure.report(device, benchmark="kernel_race", **result)
+            print("|", " | ".join(str(result[c]) for c in COLUMNS), "|", flush=True)
+
+
+def _run(arguments):
+    return run(*arguments)
 
 
 def run(mode, device, backend, seconds):

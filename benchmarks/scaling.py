@@ -15,6 +15,7 @@ from itertools import groupby
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import eight_billion, measure
@@ -36,7 +37,9 @@ class TimedTrainer(Trainer):
     """A trainer that times its steps instead of validating and saving."""
 
     def run(self):
-        self.seat.board.put("start", {"step": 0}) if self.seat.index == 0 else None
+        if self.seat.index == 0:
+            self.seat.board.put("start", {"step": 0})
+        self.handshake_us = round_trip_us(self.seat.link, self.seat.index, first=False)
         self.run_files.reset_rates()
         device, begin = self.seat.device, None
         self.averaging_s = 0.0
@@ -74,14 +77,31 @@ class TimedTrainer(Trainer):
                 ktok_per_s=values["tokens_per_s"] / 1e3,
                 ms_per_step=1e3 * seconds / steps,
                 link_gb_per_s=packet_bytes * steps / seconds / 1e9,
+                handshake_us=self.handshake_us,
                 averaging_ms=1e3 * self.averaging_s,
                 peak_gib=_peak(self.seat.device),
-                **{name: values[name] for name in ("wait_share", "target_busy", "averaging_share")},
+                **{name: values[name] for name in ("wait_share", "target_busy", "target_blocked", "averaging_share")},
             )
+
+
+def round_trip_us(link, index, first, trips=200):
+    """Time of a message of one number and its answer between the first target and the first drafter, on the link's own group."""
+    if index != 0 or 0 not in getattr(link, "groups", {}):
+        return None
+    number, group = torch.zeros(1, dtype=torch.int64), link.groups[0]
+    start = time.perf_counter()
+    for _ in range(trips):
+        for sending in (first, not first):
+            if sending:
+                dist.send(number, group=group, group_dst=int(first))
+            else:
+                dist.recv(number, group=group, group_src=int(first))
+    return 1e6 * (time.perf_counter() - start) / trips
 
 
 class TimedServer(Server):
     def run(self):
+        round_trip_us(self.seat.link, self.seat.index, first=True)
         super().run()
         print(f"target {self.seat.index}: peak {_peak(self.seat.device):.1f} GiB", file=sys.stderr, flush=True)
 

@@ -181,6 +181,8 @@ class ValidationConfig:
     """Steps between validations; the last step always validates."""
     rows: int | None = 64
     """Rows validated, all of them if null."""
+    tree_budget: int = 16
+    """Nodes of the tree whose acceptance length is reported beside the chain's."""
 
 
 @dataclass
@@ -226,7 +228,8 @@ CHOICES = {
 AT_LEAST_ONE = (
     "drafter.layers", "data.pack_tokens", "optim.accumulate", "optim.max_skipped", "sync.every", "topology.cpu_threads",
     "link.depth", "checkpoint.every", "checkpoint.keep", "validation.every", "log.every", "objective.anchors",
-    "optim.steps", "topology.targets", "topology.drafters", "validation.rows", "drafter.window", "data.max_document_tokens",
+    "optim.steps", "topology.targets", "topology.drafters", "validation.rows", "validation.tree_budget", "drafter.window",
+    "data.max_document_tokens",
     "drafter.heads", "drafter.kv_heads", "drafter.head_dim", "drafter.intermediate_size",
 )  # fmt: skip
 

@@ -46,13 +46,20 @@ class Learner:
         return {name: (value, 1) for name, value in done.items()}
 
     @torch.no_grad()
-    def accepted(self, buffer):
-        """How many tokens the drafter would get accepted from every possible anchor of a row, in order: int64 [N]."""
-        found = []
+    def replay(self, buffer):
+        """What speculative decoding would find from every possible anchor of a row, in order.
+
+        Shapes: -> accepted int64 [N]; logprobs [N, J, k] and ranks [N, J] as `objective.rank_labels` gives them, k the tree's budget.
+        """
+        budget, J = self.plan.config.validation.tree_budget, self.plan.drafter.block_size - 1
+        found = [(np.zeros(0, np.int64), np.zeros((0, J, budget), np.float32), np.zeros((0, J), np.int64))]
         for anchor, keep in objective.every_anchor(buffer.row, self.plan.anchors):
-            result = self._result(buffer.features, self._blocks(buffer.row, anchor, keep))
-            found.append(result.accepted_A[: int(keep.sum())])
-        return torch.cat(found).cpu().numpy() if found else np.zeros(0, np.int64)
+            blocks, kept = self._blocks(buffer.row, anchor, keep), int(keep.sum())
+            hidden = self._hidden(buffer.features, blocks)
+            accepted_A = self._loss(hidden, buffer.features, blocks).accepted_A
+            ranked = objective.rank_labels(hidden, self.vocabulary, blocks, budget)
+            found.append([tensor[:kept].cpu().numpy() for tensor in (accepted_A, *ranked)])
+        return [np.concatenate(parts) for parts in zip(*found, strict=True)]
 
     def warm(self):
         """Compile everything, forward and backward, on a made-up packet."""
@@ -73,13 +80,18 @@ class Learner:
         return blocks.to(self.device)
 
     def _result(self, features_TF, blocks):
-        final = features_TF[:, self._taps_width :] if self.plan.final_hidden else None
+        return self._loss(self._hidden(features_TF, blocks), features_TF, blocks)
+
+    def _hidden(self, features_TF, blocks):
         taps = features_TF[:, : self._taps_width]
         if self.plan.config.drafter.zero_features:
             taps = torch.zeros_like(taps)
         embeddings = self.vocabulary.embed(blocks.tokens_AK)
-        hidden = self._forward(embeddings, blocks.positions_AK, taps, blocks.context_positions_T, blocks.mask)
-        return objective.loss(hidden, self.vocabulary, blocks, self.plan.config.objective, final)
+        return self._forward(embeddings, blocks.positions_AK, taps, blocks.context_positions_T, blocks.mask)
+
+    def _loss(self, hidden_AJD, features_TF, blocks):
+        final = features_TF[:, self._taps_width :] if self.plan.final_hidden else None
+        return objective.loss(hidden_AJD, self.vocabulary, blocks, self.plan.config.objective, final)
 
     def _run(self, *inputs):
         return self.model(*inputs)
@@ -101,10 +113,15 @@ class Learner:
         export(folder, self.master_tensors(), self.plan.drafter, self.plan.target, "bfloat16", self.plan.config.target.dtype)
 
 
-def walk_totals(plan, item, row, accepted_N):
-    """Walk totals of one validation row as {"walk_tau": (emitted, verifications), "walk_tau/<source>": ...}."""
+def walk_totals(plan, item, row, accepted_N, logprobs_NJk, ranks_NJ):
+    """Walk totals of one validation row as {name: (emitted, verifications)}.
+
+    `walk_tau` is the chain's acceptance length, `walk_tau_tree` that of a tree of `validation.tree_budget` nodes, `walk_tau/<source>` the
+    chain's on one source of the data.
+    """
     emitted, verifications = objective.walk(accepted_N, row)
-    totals = {"walk_tau": (float(emitted.sum()), float(verifications.sum()))}
+    tree = objective.walk_tree(logprobs_NJk, ranks_NJ, row, plan.config.validation.tree_budget)
+    totals = {"walk_tau": (float(emitted.sum()), float(verifications.sum())), "walk_tau_tree": tuple(float(x.sum()) for x in tree)}
     names = plan.heldout.store.source_names
     documents = plan.heldout.documents_of(plan.deal.row_of(item)[1]) if item.kind == tokens.VALIDATE else []
     for source in range(len(names) if len(names) > 1 else 0):

@@ -7,7 +7,7 @@ import time
 import torch
 
 from common import config as configuration
-from common import tokens
+from common import kernels, tokens
 from common.checkpoint import CheckpointError, RunDirectory, compare_configs, open_checkpoint
 from common.config import UserError
 from common.metrics import Log
@@ -41,6 +41,8 @@ class Run:
             self.directory.rewind_log(step)
             text = configuration.to_yaml(self.plan.config)
             self.directory.write_config(text)
+            if (compiled := self.kernels())["kernels/compiles"]:
+                print("{kernels/compiles} kernels compiled in {kernels/compile_s:.0f} s".format(**compiled), flush=True)
             self._log = Log(self.directory, step + 1, self.plan.deal.steps, self.plan.config.log.tensorboard, text)
         self.reset_rates()
         return step
@@ -97,10 +99,17 @@ class Run:
     def packet(self, message):
         """Count a packet that arrived."""
         self._tokens += message.get("valid")
+        self._blocked_s += message.get("blocked_us") / 1e6
         self._busy_s += message.get("busy_us") / 1e6
 
+    @staticmethod
+    def kernels():
+        """The kernel cache's counters; after the warm-up none of them should move."""
+        counted = kernels.stats()
+        return {f"kernels/{name}": counted[name] for name in ("compiles", "retries", "compile_s")}
+
     def reset_rates(self):
-        self._clock, self._tokens, self._busy_s = time.perf_counter(), 0, 0.0
+        self._clock, self._tokens, self._busy_s, self._blocked_s = time.perf_counter(), 0, 0.0, 0.0
 
     def rates(self, wait_s):
         """What happened since the last call as (sum, count) pairs, so that summing over drafters gives the whole job's rates."""
@@ -110,6 +119,7 @@ class Run:
         pairs = {
             "tokens_per_s": (self._tokens, share),
             "target_busy": (self._busy_s, share * len(self.seat.layout.targets)),
+            "target_blocked": (self._blocked_s, share * len(self.seat.layout.targets)),
             "wait_share": (wait_s, elapsed_s),
             "drafter_busy": (max(elapsed_s - wait_s, 0.0), elapsed_s),
         }
@@ -122,7 +132,7 @@ class Run:
             self.tau = values["walk_tau"]
         if self.first:
             if "loss" in values:
-                values = {"lr": self.learner.optimizer.lr(step)} | values
+                values = {"lr": self.learner.optimizer.lr(step)} | values | self.kernels()
             self._log.write({"step": step} | {name: value for name, value in values.items() if value is not None})
 
     def warn_of_faults(self):

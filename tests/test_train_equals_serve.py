@@ -57,7 +57,7 @@ class Thread:
         """The training path's hidden states at every anchor of a row, [N, K - 1, D], and the accepted lengths that follow, [N]."""
         seen, model = [], self.learner.model
         handle = model.register_forward_hook(lambda module, inputs, output: seen.append(output.detach()))
-        accepted = self.learner.accepted(self.packet(row))
+        accepted = self.learner.replay(self.packet(row))[0]
         handle.remove()
         return torch.cat(seen)[: len(accepted)], accepted
 
