@@ -186,6 +186,7 @@ def _rank_main(worker, rank, ranks, args, rendezvous, timeout_s, pipe):
             world_size=ranks,
             timeout=datetime.timedelta(seconds=timeout_s),
         )
+        torch.distributed.barrier()  # else a rank that is done at once hangs up on one that is still connecting
         pipe.send((True, worker(rank, ranks, *args)))
         torch.distributed.destroy_process_group()
     except BaseException:
