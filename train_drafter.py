@@ -112,7 +112,7 @@ def main(argv):
         plan = planning.make(config, job)
         job.agree(plan.agreement())
         if job.speaks:
-            print(f"{configuration.to_yaml(config)}\n{job.layout.describe()}\n{plan.describe()}", flush=True)
+            print(f"{configuration.to_yaml(config)}\n{job.layout.describe()}\n{plan.describe(job.layout)}", flush=True)
         job.connect(plan.shape, plan.deal)
         job.run(lambda seat: Server(plan, seat), lambda seat: Trainer(plan, seat, stop))
     return 0

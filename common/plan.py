@@ -10,6 +10,7 @@ from common import objective, target_files, tokens
 from common.config import UserError
 from common.drafter_files import DrafterSpec
 from common.packet import PacketShape
+from common.topology import DRAFTER, TARGET
 
 GIB = 1 << 30
 
@@ -51,7 +52,7 @@ class Plan:
             "release": {"torch": torch.__version__},
         }
 
-    def describe(self):
+    def describe(self, layout):
         rows, deal, shape = self.rows.rows, self.deal, self.shape
         lines = [
             f"target   {self.config.target.path}: {self.target.layers} layers of {self.target.hidden_size}, taps {list(self.drafter.taps)}",
@@ -62,6 +63,12 @@ class Plan:
             f"steps    {deal.steps:,} of {deal.step_packets} packets, up to {self.anchors} blocks each; per epoch {deal.steps_per_epoch:,}",
             "memory   " + "; ".join(f"{role} {bytes_ / GIB:.2f} GiB" for role, bytes_ in self.memory().items()) + " (estimate per device)",
         ]
+        targets, drafters = (len(layout.cell(role, 0)) for role in (TARGET, DRAFTER))
+        if targets + drafters > 2:
+            suggested = "{} targets + {} drafters".format(*self.suggested_split(targets + drafters))
+            lines.append(
+                f"split    {targets} targets + {drafters} drafters a cell; by the arithmetic of both roles {suggested} would be even"
+            )
         return "\n".join(lines)
 
     def parameters(self):
@@ -85,9 +92,9 @@ class Plan:
         vocabulary = t.vocab_size * t.hidden_size
         target = (self.target_parameters() + vocabulary) * wide + buffers + 4 * T * max(t.intermediate_size, 2 * t.hidden_size) * wide
         queries = self.anchors * s.block_size
-        per_query = 8 * s.hidden_size + 3 * s.intermediate_size + 2 * s.heads * s.head_dim
+        per_query = 4 * s.hidden_size + 2 * s.intermediate_size + 3 * s.heads * s.head_dim
         layers = 1 if self.config.drafter.activation_checkpointing else s.layers
-        activations = layers * (queries * per_query + 4 * T * s.kv_heads * s.head_dim) * narrow
+        activations = layers * (queries * per_query + 4 * T * s.kv_heads * s.head_dim) * narrow + 3 * queries * s.intermediate_size * narrow
         head = min(queries * t.vocab_size, 2048 * 151936) * (narrow + 4) + queries * s.hidden_size * narrow
         state = self.parameters() * (16 + (2 * narrow if narrow < 4 else 4))
         tied = 1 if t.tie_word_embeddings else 2
