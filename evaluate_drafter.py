@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from common.acceptance import mean_tau, prompt_lookup, ratio, summarize, table
 from common.chat import Chat, load_tokenizer
-from common.config import UserError, digest, run_script
+from common.config import UserError, digest, json_object, run_script
 from common.conversation_file import is_loop
 from common.decoding import BlockDrafter, Chooser, decode, first_difference, load_drafter, load_target, speculate
 from common.prompts import read_prompts
@@ -130,13 +130,6 @@ def positive(text):
 
 def positives(text):
     return [positive(part) for part in text.split(",")]
-
-
-def json_object(text):
-    value = json.loads(text)
-    if not isinstance(value, dict):
-        raise ValueError
-    return value
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import os
 import sys
 from pathlib import Path
 
-from common.config import UserError, run_script
+from common.config import UserError, json_object, run_script
 
 
 def main(argv):
@@ -150,13 +150,6 @@ def json_file(text):
     if text.endswith((".jsonl", ".gz")) or not Path(text).parent.is_dir():  # an input behind the flag would be overwritten
         raise ValueError
     return text
-
-
-def json_object(text):
-    value = json.loads(text)
-    if not isinstance(value, dict):
-        raise ValueError
-    return value
 
 
 if __name__ == "__main__":

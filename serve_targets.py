@@ -5,7 +5,6 @@
 Under train_drafter.py target ranks start here by themselves; run this script on nodes that only serve targets (launch/split.sh).
 """
 
-import argparse
 import time
 
 import torch
@@ -13,6 +12,7 @@ import torch
 from common import config as configuration
 from common import plan as planning
 from common import target, topology
+from common.metrics import DeviceClock
 
 
 class Server:
@@ -23,7 +23,7 @@ class Server:
         chosen = plan.config.target
         model = model or target.load(plan.folder, seat.device, plan.shape.dtype, chosen.trust_remote_code)
         self.target = target.Target(model, plan.drafter.taps, chosen.execution, plan.final_hidden, chosen.compile, plan.row_documents)
-        self._busy = BusyClock(seat.device)
+        self._busy = DeviceClock(seat.device)
         self._blocked_s = 0.0
 
     def warm(self):
@@ -66,39 +66,8 @@ class Server:
         return going_on
 
 
-class BusyClock:
-    """Seconds in which the device worked on captures; on CUDA read from events when they have passed."""
-
-    def __init__(self, device):
-        self._cuda, self._pending, self._seconds = device.type == "cuda", [], 0.0
-
-    def __enter__(self):
-        self._start = self._now()
-
-    def __exit__(self, *_):
-        self._pending.append((self._start, self._now()))
-
-    def _now(self):
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def take_seconds(self):
-        while self._pending and (not self._cuda or self._pending[0][1].query()):
-            start, end = self._pending.pop(0)
-            self._seconds += start.elapsed_time(end) / 1e3 if self._cuda else end - start
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
-
-
 def main(argv):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", help="YAML file; default: launch/presets/quickstart.yaml")
-    parser.add_argument("overrides", nargs="*", help="section.key=value")
-    arguments = parser.parse_intermixed_args(argv)
-    config = configuration.load(arguments.config, arguments.overrides)
+    config = configuration.from_command_line(argv, __doc__)
     with topology.join(config, topology.TARGET) as job:
         plan = planning.make(config, job)
         job.agree(plan.agreement())

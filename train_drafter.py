@@ -7,7 +7,6 @@
 Every rank starts here and takes its seat: targets serve (serve_targets.py), drafters train (below).
 """
 
-import argparse
 from itertools import groupby
 
 from common import config as configuration
@@ -102,11 +101,7 @@ def _by_kind(entries):
 
 
 def main(argv):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", help="YAML file; default: launch/presets/quickstart.yaml")
-    parser.add_argument("overrides", nargs="*", help="section.key=value")
-    arguments = parser.parse_intermixed_args(argv)
-    config = configuration.load(arguments.config, arguments.overrides)
+    config = configuration.from_command_line(argv, __doc__)
     stop = StopRequest()
     with topology.join(config) as job:
         plan = planning.make(config, job)

@@ -21,9 +21,6 @@ class SoloComm:
     def mean_(self, tensor):
         return tensor
 
-    def broadcast_(self, tensor):
-        return tensor
-
     def barrier(self):
         pass
 
@@ -41,10 +38,6 @@ class GroupComm:
     def mean_(self, tensor):
         return self.sum_(tensor).div_(self.size)
 
-    def broadcast_(self, tensor):
-        dist.broadcast(tensor, group=self.group, group_src=0)
-        return tensor
-
     def barrier(self):
         self.sum_(torch.zeros(1))
 
@@ -56,11 +49,6 @@ class StagedComm(GroupComm):
         if tensor.is_cuda:
             return tensor.copy_(super().sum_(tensor.cpu()))
         return super().sum_(tensor)
-
-    def broadcast_(self, tensor):
-        if tensor.is_cuda:
-            return tensor.copy_(super().broadcast_(tensor.cpu()))
-        return super().broadcast_(tensor)
 
 
 class ThreadComm:
@@ -79,22 +67,23 @@ class ThreadComm:
         """Wake everybody who waits here: BrokenBarrierError."""
         self._meeting.abort()
 
-    def exchange(self, index, tensor, combine):
-        """Every seat hands in its tensor; seat 0 combines them; all take the result."""
-        if tensor.is_cuda:
-            torch.cuda.current_stream(tensor.device).synchronize()
+    def sum_(self, index, tensor):
+        """Every seat hands in its tensor; seat 0 adds them up; all take the result."""
         self._slots[index] = tensor
-        self._meeting.wait()
+        self._meet(tensor)
         if index == 0:
-            self._result = combine(self._slots)
-            if self._result.is_cuda:
-                torch.cuda.current_stream(self._result.device).synchronize()
-        self._meeting.wait()
+            self._result = self._slots[0].clone()
+            for other in self._slots[1:]:
+                self._result += other.to(tensor.device)
+        self._meet(tensor)
         tensor.copy_(self._result)
-        if tensor.is_cuda:
+        self._meet(tensor)
+        return tensor
+
+    def _meet(self, tensor):
+        if tensor.is_cuda:  # what this seat has launched must be done before another device reads it
             torch.cuda.current_stream(tensor.device).synchronize()
         self._meeting.wait()
-        return tensor
 
 
 class _ThreadSeat:
@@ -102,19 +91,10 @@ class _ThreadSeat:
         self._shared, self.index, self.size = shared, index, shared.size
 
     def sum_(self, tensor):
-        def in_order(tensors):
-            total = tensors[0].clone()
-            for other in tensors[1:]:
-                total += other.to(total.device)
-            return total
-
-        return self._shared.exchange(self.index, tensor, in_order)
+        return self._shared.sum_(self.index, tensor)
 
     def mean_(self, tensor):
         return self.sum_(tensor).div_(self.size)
-
-    def broadcast_(self, tensor):
-        return self._shared.exchange(self.index, tensor, lambda tensors: tensors[0].clone())
 
     def barrier(self):
         self.sum_(torch.zeros(1))

@@ -4,6 +4,7 @@ One default, one home: the dataclass field, with its meaning in the docstring be
 contradictions raise `UserError`, which every script turns into one line on stderr and exit code 2.
 """
 
+import argparse
 import dataclasses
 import difflib
 import hashlib
@@ -346,6 +347,23 @@ def check_averaging(config, drafters):
         low, high = every // sync * sync, (every // sync + 1) * sync
         advice = f"{low} or {high}" if low else f"{high}"
         raise UserError(f"checkpoint.every={every} is not a multiple of sync.every={sync}: replicas differ between averages; use {advice}")
+
+
+def from_command_line(argv, description):
+    """The Config of a script that takes `--config FILE` and overrides."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", help=f"YAML file; default: {DEFAULT_PRESET.relative_to(DEFAULT_PRESET.parents[2])}")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="see common/config.py")
+    arguments = parser.parse_intermixed_args(argv)
+    return load(arguments.config, arguments.overrides)
+
+
+def json_object(text):
+    """An argparse type: a JSON object."""
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError
+    return value
 
 
 def run_script(main):

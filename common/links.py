@@ -9,12 +9,12 @@ Everything that blocks is called by the one thread of its seat that issues commu
 
 import contextlib
 import queue
-import time
 from collections import deque
 
 import torch
 import torch.distributed as dist
 
+from common.metrics import DeviceClock
 from common.packet import PacketBuffer
 from common.watch import Stopped
 
@@ -32,7 +32,7 @@ class InlineLink:
     def __init__(self, shape):
         self._buffer = PacketBuffer(shape)
         self.capture = None  # set by the job: capture(item, buffer) runs the target
-        self.wait = WaitClock(self._buffer.features.device)
+        self.wait = DeviceClock(self._buffer.features.device)
 
     def take(self, item, peer):
         with torch.no_grad():
@@ -127,7 +127,7 @@ class P2PReceiver:
         self._cuda = shape.device.type == "cuda"
         self._stream = torch.cuda.Stream(shape.device) if self._cuda and not staged else None
         self._go = torch.tensor([GO], dtype=torch.int64)
-        self.wait = WaitClock(shape.device)
+        self.wait = DeviceClock(shape.device)
 
     def take(self, item, peer):
         """The packet that is due, its features complete for the current stream.
@@ -262,7 +262,7 @@ class QueueReceiver:
         self.links = links
         self._free = deque(_Incoming(shape, staged=False) for _ in range(depth))
         self._stream = torch.cuda.Stream(shape.device) if shape.device.type == "cuda" else None
-        self.wait = WaitClock(shape.device)
+        self.wait = DeviceClock(shape.device)
 
     def take(self, item, peer):
         buffer = self._free.popleft()
@@ -290,37 +290,3 @@ class QueueReceiver:
         """The target's next packet is ours and will not be trained: take it, so that all earlier ones are out, and end the target."""
         self.links[peer].get().message.check(item)
         self.links[peer].stopped = True
-
-
-class WaitClock:
-    """Adds up how long a drafter had nothing to do but wait for packets.
-
-    On CUDA it is the device's idle time between the end of one step and the arrival of the next packet, read from events later.
-    """
-
-    def __init__(self, device):
-        self._cuda = device.type == "cuda"
-        self._pending = deque()
-        self._seconds = 0.0
-
-    def __enter__(self):
-        if self._cuda:
-            self._begin = torch.cuda.Event(enable_timing=True)
-            self._begin.record()
-        self._start = time.perf_counter()
-
-    def __exit__(self, *_):
-        if self._cuda:
-            end = torch.cuda.Event(enable_timing=True)
-            end.record()
-            self._pending.append((self._begin, end))
-        else:
-            self._seconds += time.perf_counter() - self._start
-
-    def take_seconds(self):
-        """Seconds waited since the last call, as far as the device has got."""
-        while self._pending and self._pending[0][1].query():
-            begin, end = self._pending.popleft()
-            self._seconds += begin.elapsed_time(end) / 1e3
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds

@@ -4,10 +4,9 @@ import json
 import shutil
 import sys
 import time
+from collections import deque
 
 import torch
-
-PER_SLOT = ("accuracy", "accepted")
 
 
 class Meters:
@@ -81,6 +80,34 @@ class Faults:
         self._packets_S.fill_(-1)
         self._skipped[0] = 0
         return count, last, {source: packet for source, packet in zip(self._sources, packets, strict=True) if packet >= 0}
+
+
+class DeviceClock:
+    """Adds up the time between entering and leaving it, on the device: on CUDA read from events once they have passed, without waiting."""
+
+    def __init__(self, device):
+        self._cuda, self._pending, self._seconds = device.type == "cuda", deque(), 0.0
+
+    def __enter__(self):
+        self._start = self._now()
+
+    def __exit__(self, *_):
+        self._pending.append((self._start, self._now()))
+
+    def _now(self):
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def take_seconds(self):
+        """Seconds since the last call, as far as the device has got."""
+        while self._pending and (not self._cuda or self._pending[0][1].query()):
+            start, end = self._pending.popleft()
+            self._seconds += start.elapsed_time(end) / 1e3 if self._cuda else end - start
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
 
 
 class Log:
