@@ -176,8 +176,8 @@ class CheckpointConfig:
 
 @dataclass
 class ValidationConfig:
-    path: str | None = None
-    """Token store of held-out conversations; none: no validation."""
+    path: str | None = "auto"
+    """Token store of held-out conversations; `auto`: `<data.path>-heldout`, as `pack --heldout` writes it, if it exists; null: none."""
     every: int = 500
     """Steps between validations; the last step always validates."""
     rows: int | None = 64

@@ -1,6 +1,7 @@
 """What every rank derives from the config before it takes its seat: specs, stores, the deal, the packets' shape, what roles cost."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -121,7 +122,8 @@ def make(config, job):
     if config.objective.loss != "ce" and config.drafter.zero_features:
         raise UserError("drafter.zero_features=true is an ablation of objective.loss=ce; drop one of them")
     rows = _open_rows(config, config.data.path, folder, target)
-    heldout = _open_rows(config, config.validation.path, folder, target) if config.validation.path else None
+    heldout_path = _heldout_path(config)
+    heldout = _open_rows(config, heldout_path, folder, target) if heldout_path else None
     drafter = DrafterSpec.resolve(config.drafter, target, folder)
     for name, loader in (("data.path", rows), ("validation.path", heldout)):
         if loader is not None and loader.store.contains(drafter.mask_token_id):
@@ -143,6 +145,14 @@ def make(config, job):
     shape = PacketShape(config.data.pack_tokens, width, getattr(torch, config.target.dtype))
     anchors = config.objective.anchors or objective.default_anchors(config.data.pack_tokens, drafter.block_size)
     return Plan(config, folder, target, drafter, rows, heldout, deal, shape, anchors)
+
+
+def _heldout_path(config):
+    path = config.validation.path
+    if path == "auto":
+        path = config.data.path.rstrip("/") + "-heldout"
+        return path if Path(path).is_dir() else None
+    return path
 
 
 def _open_rows(config, path, folder, target):

@@ -1,0 +1,61 @@
+"""What happens every K steps: afterwards the replicas are one drafter again, bit by bit."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from common.averaging import Averaging
+from common.comms import GroupComm
+from common.config import OptimConfig, SyncConfig
+from common.optim import Optimizer
+
+
+def replica(rank):
+    generator = torch.Generator().manual_seed(rank)
+    weight = torch.nn.Parameter(torch.randn(33, 7, generator=generator))
+    return Optimizer([("weight", weight)], OptimConfig(), steps=10)
+
+
+def average(rank, ranks, mode, steps):
+    """Average replicas of different weights after each of `steps`; returns what each rank then holds."""
+    optimizer = replica(rank)
+    comm = GroupComm(dist.group.WORLD, rank, ranks)
+    averaging = Averaging(SyncConfig(mode=mode, every=4), comm, optimizer, last_step=10)
+    metrics = [averaging.weights(step) for step in steps]
+    distances = [float(m["replica_distance"][0]) if m else None for m in metrics]
+    return optimizer.masters.numpy(), optimizer.parameters[0].detach().numpy(), distances  # arrays travel by value
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_replicas_are_equal_to_each_other_and_to_the_mean(ranks):
+    """Otherwise the exported drafter is one replica's, and the others' work is lost."""
+    results = run_ranks(average, ranks, "average", [4])
+    mean = torch.stack([replica(rank).masters for rank in range(ranks)]).mean(0)
+    for rank, (masters, compute, (distance,)) in enumerate(results):
+        assert np.array_equal(masters, results[0][0]), "replicas differ after an averaging"
+        np.testing.assert_allclose(masters, mean, rtol=1e-5, atol=1e-7)
+        assert np.array_equal(compute.flatten(), masters), "the compute weights did not follow"
+        assert distance == pytest.approx(float((replica(rank).masters - mean).norm() / mean.norm()), rel=1e-4)
+
+
+def test_nothing_moves_between_averagings_and_the_last_step_averages():
+    """An averaging that a stop or a miscount adds changes what is learnt."""
+    for masters, _, distances in run_ranks(average, 2, "average", [1, 2, 3]):
+        assert distances == [None] * 3
+        assert any(np.array_equal(masters, replica(rank).masters) for rank in range(2))
+    assert all(distances[0] > 0 for _, _, distances in run_ranks(average, 2, "average", [10]))
+
+
+def exchange(rank, ranks):
+    optimizer = replica(rank)
+    optimizer.gradients.fill_(rank + 1.0)
+    averaging = Averaging(SyncConfig(mode="ddp"), GroupComm(dist.group.WORLD, rank, ranks), optimizer, last_step=10)
+    weight_sum = averaging.gradients(torch.tensor(10.0 * (rank + 1)))
+    return optimizer.gradients[0].item(), weight_sum.item(), averaging.weights(4)
+
+
+def test_ddp_sums_gradients_and_weights():
+    """A mean of means would weigh a packet of three tokens like one of three thousand."""
+    assert run_ranks(exchange, 2) == [(3.0, 30.0, {})] * 2
