@@ -3,6 +3,7 @@
 Legend: T tokens of a row, F feature width (taps x hidden, with the final hidden state behind it where it is needed).
 """
 
+import itertools
 import zlib
 from dataclasses import dataclass, replace
 
@@ -48,7 +49,7 @@ class Row:
     def spans(self):
         """(first, past-the-last) row index of each document, padding left out."""
         starts = np.flatnonzero(self.document_start[: self.valid] == np.arange(self.valid))
-        return list(zip(starts.tolist(), [*starts[1:].tolist(), self.valid], strict=True))
+        return list(itertools.pairwise([*starts.tolist(), self.valid])) if self.valid else []
 
     def positions(self):
         """int32 [T]: each token's index in its own document."""

@@ -41,3 +41,10 @@ def test_every_damaged_message_is_refused(message):
         if not message.buffer.equal(good):
             with pytest.raises(UserError):
                 message.check(DUE)
+
+
+def test_spans_of_a_row_and_of_one_that_only_fills_a_round():
+    """Validation walks over the documents of every row, the empty ones too."""
+    row = Row(np.zeros(6, np.int32), np.array([0, 0, 0, 3, 3, 5], np.int32), np.ones(6, np.uint8), valid=5, documents=2)
+    assert row.spans() == [(0, 3), (3, 5)]
+    assert Row.empty(6).spans() == []
