@@ -395,6 +395,7 @@ class ProcessesJob(_Job):
             options = None
             if cuda and not self.staged:
                 options = dist.ProcessGroupNCCL.Options()
+                options._timeout = long  # or torch warns that it differs from the group's
                 if ctas:
                     options.config.max_ctas = ctas
             return dist.new_group([m.rank for m in members], timeout=long, backend=backend, pg_options=options)

@@ -11,10 +11,10 @@ import socket
 import sys
 import threading
 import time
-from datetime import timedelta
 
 WORKING = ("capture", "step")  # phases that no healthy worker stays in for long
 INTERRUPT_GRACE_S = 20.0
+POLL_S = 0.02
 ECHO_S = 2.0  # a terminal's Ctrl-C reaches a worker twice: from the terminal and from torchrun
 
 
@@ -53,13 +53,9 @@ class StoreBoard:
 
     def wait(self, key):
         """The note under a key, whenever it comes; a rank that never leaves it is found by the watch."""
-        while True:
-            try:
-                self._store.wait([key], timedelta(seconds=10))
-                return json.loads(self._store.get(key))
-            except RuntimeError as error:
-                if "timeout" not in str(error).lower():
-                    raise
+        while not self._store.check([key]):  # the store's own wait writes a warning for every pause it makes
+            time.sleep(POLL_S)
+        return json.loads(self._store.get(key))
 
     def gather(self, name, rank, world, value):
         """Everybody's value, by rank."""
