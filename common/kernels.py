@@ -95,6 +95,12 @@ def freeze():
     _frozen = True
 
 
+def thaw():
+    """End of the workers: kernels may be compiled again, by the next job of this process."""
+    global _frozen
+    _frozen = False
+
+
 def stats():
     """The counters of Stats, as a dict."""
     return asdict(_stats)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from common import comms, links, tokens
+from common import comms, kernels, links, tokens
 from common.config import UserError, check_averaging, differences, digest
 from common.watch import LocalBoard, StoreBoard, Watch
 
@@ -230,7 +230,7 @@ class ThreadsJob(_Job):
         host = socket.gethostname()
         members = {r: tuple(Member(r, i, i, 0, 0, host, _named_device(d)) for i, d in enumerate(ds)) for r, ds in places.items()}
         self.layout = Layout(members[TARGET], members[DRAFTER])
-        self.failed = threading.Event()
+        self.failed, self._first = threading.Event(), None
         self.board = LocalBoard(self.failed)
         self._check()
 
@@ -250,30 +250,9 @@ class ThreadsJob(_Job):
             self.seats.append(Seat(member.role, member.index, member.device, link, comm, deal, self.layout, self.board))
 
     def run(self, make_server, make_trainer):
-        from common import kernels
-
-        workers = []
-        for seat in self.seats:
-            with _on(seat.device):
-                workers.append((make_server if seat.role == TARGET else make_trainer)(seat))
-        for seat, worker in zip(self.seats, workers, strict=True):
-            with _on(seat.device):
-                worker.warm()
-        kernels.freeze()
-        first = []  # the first failure; the others only follow from it
-
-        def work(seat, worker):
-            try:
-                with _on(seat.device):
-                    worker.run()
-            except BaseException as error:
-                if not self.failed.is_set():
-                    first.append((seat, error))
-                self.failed.set()
-                self._comm.abort()
-
+        workers = self._build(make_server, make_trainer)
         threads = [
-            threading.Thread(target=work, args=pair, name=f"{pair[0].role}{pair[0].index}")
+            threading.Thread(target=self._work, args=pair, name=f"{pair[0].role}{pair[0].index}")
             for pair in zip(self.seats, workers, strict=True)
         ]
         for thread in threads:
@@ -283,15 +262,42 @@ class ThreadsJob(_Job):
                 while thread.is_alive():
                     thread.join(timeout=0.2)
         except BaseException:
-            self.failed.set()
-            self._comm.abort()
+            self._end_all()
             for thread in threads:
                 thread.join(timeout=20)
             raise
-        if first:
-            seat, error = first[0]
+        if self._first is not None:
+            seat, error = self._first
             error.add_note(f"raised by {seat.role} {seat.index} on {seat.device}")
             raise error
+
+    def _build(self, make_server, make_trainer):
+        """All models, then all kernels, by this thread: no compile may run beside a worker."""
+        workers = []
+        for seat in self.seats:
+            with _on(seat.device):
+                workers.append((make_server if seat.role == TARGET else make_trainer)(seat))
+        for seat, worker in zip(self.seats, workers, strict=True):
+            with _on(seat.device):
+                worker.warm()
+        kernels.freeze()
+        return workers
+
+    def _work(self, seat, worker):
+        try:
+            with _on(seat.device):
+                worker.run()
+        except BaseException as error:
+            if not self.failed.is_set():  # the others' failures only follow from the first
+                self._first = (seat, error)
+            self._end_all()
+
+    def __exit__(self, *_):
+        kernels.thaw()
+
+    def _end_all(self):
+        self.failed.set()
+        self._comm.abort()
 
 
 class ProcessesJob(_Job):
