@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from common.config import UserError
+
 attention_kernel = None
 if importlib.util.find_spec("triton"):  # comes with torch for CUDA
     from common import attention_kernel
@@ -40,6 +42,22 @@ class MaskSpec:
     def tileable(self):
         """Whether rows and blocks fill whole tiles; if not, the dense twin runs everywhere."""
         return self.row_tokens % TILE == 0 and TILE % self.block_size == 0 and self.anchors * self.block_size % TILE == 0
+
+
+def check_tiles(spec, device):
+    """Refuse shapes that would leave CUDA to the dense twin unasked: its mask alone is [A*K, T + A*K].
+
+    A block size that does not divide a tile has no block-sparse form and runs dense by its own choice.
+    Raises: UserError.
+    """
+    if device.type != "cuda" or TILE % spec.block_size:
+        return
+    step = TILE // spec.block_size
+    for key, value, unit in (("data.pack_tokens", spec.row_tokens, TILE), ("objective.anchors", spec.anchors, step)):
+        if value % unit:
+            low = value // unit * unit
+            advice = f"{low} or {low + unit}" if low else f"{unit}"
+            raise UserError(f"{key}={value} does not fill the attention's tiles of {TILE} on CUDA; use a multiple of {unit}: {advice}")
 
 
 class Tiles(NamedTuple):

@@ -23,6 +23,7 @@ class Learner:
         self.optimizer = Optimizer(self.model.named_parameters(), config.optim, plan.deal.steps)
         self.vocabulary = vocabulary or load_vocabulary(plan.folder, getattr(torch, config.drafter.dtype), device)
         self.spec = attention.MaskSpec(plan.shape.row_tokens, plan.anchors, plan.drafter.block_size)
+        attention.check_tiles(self.spec, device)
         self._taps_width = len(plan.drafter.taps) * plan.target.hidden_size
         sources = [f"tap {tap}" for tap in plan.drafter.taps] + ["final hidden state"] * plan.final_hidden
         self.faults = Faults(sources, device)

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from common import attention
+from common.config import UserError
 
 # Twelve tokens in two documents (0-6, 7-11), blocks of three at anchors 2, 4 and 9, and an empty slot.
 SPEC = attention.MaskSpec(row_tokens=12, anchors=4, block_size=3)
@@ -191,3 +192,15 @@ def test_rows_that_fill_no_tiles_run_on_the_dense_twin():
     spec = attention.MaskSpec(row_tokens=100, anchors=8, block_size=5)
     plan = attention.plan(spec, *random_row(np.random.default_rng(0), spec))
     assert plan.full_tiles is None and attention.mask_of(spec, plan, None).dtype == torch.bool
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [((3000, 512, 16), r"data\.pack_tokens=3000.*2944 or 3072"), ((3072, 500, 16), r"objective\.anchors=500.*496 or 504")],
+)
+def test_shapes_that_fill_no_tiles_are_refused_on_cuda(spec, words):
+    """Otherwise a large run falls back to a dense mask without a word, and out of memory or to a crawl."""
+    with pytest.raises(UserError, match=words):
+        attention.check_tiles(attention.MaskSpec(*spec), torch.device("cuda"))
+    attention.check_tiles(attention.MaskSpec(*spec), torch.device("cpu"))
+    attention.check_tiles(attention.MaskSpec(3000, 512, 10), torch.device("cuda"))
