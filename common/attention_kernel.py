@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 
 FORWARD, QUERIES, KEYS = "forward", "queries", "keys"
-TILING = {FORWARD: (128, 64, 8, 3), QUERIES: (128, 64, 8, 3), KEYS: (64, 128, 8, 3)}
-"""Per kernel: queries and keys of a tile, warps, stages (benchmarks/drafter_step.py --sweep)."""
-WIDE_TILING = {FORWARD: (64, 32, 4, 1), QUERIES: (64, 32, 4, 1), KEYS: (32, 64, 4, 1)}
+TILING = {FORWARD: (128, 64, 8, 3, 1), QUERIES: (128, 64, 8, 3, 1), KEYS: (64, 128, 8, 3, 1)}
+"""Per kernel: queries and keys of a tile, warps, stages, stages over masked tiles (benchmarks/drafter_step.py --sweep)."""
+WIDE_TILING = {FORWARD: (64, 32, 4, 1, 1), QUERIES: (64, 32, 4, 1, 1), KEYS: (32, 64, 4, 1, 1)}
 """The same for float32, which only the parity tests use."""
 PLAN_TILE = tl.constexpr(128)
 """Context keys of a tile of the host's plan."""
@@ -53,13 +53,13 @@ def attention(
     Q, H, d = query.shape
     G = context_key.shape[1]
     out, lse_HQ = query.new_empty(Q, H, d), query.new_empty(H, Q, dtype=torch.float32)
-    tile_m, tile_n, warps, stages = _tiling(FORWARD, query)
+    tile_m, tile_n, warps, stages, masked = _tiling(FORWARD, query)
     shared = _power_of_2(H // G)
     inputs = query, context_key, context_value, block_key, block_value
     with torch.cuda.device_of(query):
         _attention_forward[(Q * shared // tile_m * G,)](
             *inputs, out, lse_HQ, anchor_A, lo_A, keep_A, *_strides(*inputs), Q, H // G, shared, G, block_size, window, LOG2E * d**-0.5,
-            tile_m, tile_n, d, num_warps=warps, num_stages=stages,
+            tile_m, tile_n, masked, d, num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return out, lse_HQ
 
@@ -108,12 +108,12 @@ def backward_queries(out_gradient, inputs, mask, out, lse_HQ, block_size, window
     G = context_key.shape[1]
     gradients = [x.new_empty(x.shape) for x in (query, block_key, block_key)]
     delta_HQ = torch.empty_like(lse_HQ)
-    tile_m, tile_n, warps, stages = _tiling(QUERIES, query)
+    tile_m, tile_n, warps, stages, masked = _tiling(QUERIES, query)
     shared = _power_of_2(H // G)
     with torch.cuda.device_of(query):
         _attention_backward_queries[(Q * shared // tile_m * G,)](
             *inputs, out, out_gradient, lse_HQ, delta_HQ, *gradients, *mask, *_strides(*inputs, out_gradient), Q, H // G, shared, G,
-            block_size, window, LOG2E * d**-0.5, d**-0.5, tile_m, tile_n, d, num_warps=warps, num_stages=stages,
+            block_size, window, LOG2E * d**-0.5, d**-0.5, tile_m, tile_n, masked, d, num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return *gradients, delta_HQ
 
@@ -124,12 +124,12 @@ def backward_keys(out_gradient, inputs, mask, key_ranges, lse_HQ, delta_HQ, bloc
     Q, H, d = query.shape
     T, G, _ = context_key.shape
     gradients = [query.new_empty(T, H, d, dtype=torch.float32) for _ in range(2)]
-    tile_m, tile_n, warps, stages = _tiling(KEYS, query)
+    tile_m, tile_n, warps, stages, masked = _tiling(KEYS, query)
     with torch.cuda.device_of(query):
         _attention_backward_keys[(T // tile_n * H,)](
             query, context_key, context_value, out_gradient, lse_HQ, delta_HQ, *gradients, *mask, key_ranges,
             *_strides(query, context_key, context_value, out_gradient), Q, H, H // G, block_size, window, LOG2E * d**-0.5, d**-0.5,
-            tile_m, tile_n, d, num_warps=warps, num_stages=stages,
+            tile_m, tile_n, masked, d, num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return gradients
 
@@ -237,7 +237,7 @@ def _attention_forward(
     query, context_key, context_value, block_key, block_value, out, lse, anchor, lo, keep,
     query_n, query_h, ck_n, ck_h, cv_n, cv_h, bk_n, bk_h, bv_n, bv_h, Q,
     R: tl.constexpr, SHARED: tl.constexpr, G: tl.constexpr, K: tl.constexpr, WINDOW: tl.constexpr, SCALE: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, D: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, MASKED_STAGES: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     kv_head, start, token, head, real = _rows(tl.program_id(0), Q, R, SHARED, G, TILE_M)
     low, high, kept = _interval(anchor, lo, keep, token, K, WINDOW)
@@ -262,7 +262,7 @@ def _attention_forward(
     for tile in tl.range(full, full_end):
         s = _dot(q, tl.trans(tl.load(key_at + tile * TILE_N * ck_n)))
         top, total, acc = _absorb(s, tl.load(value_at + tile * TILE_N * cv_n), top, total, acc, SCALE)
-    for step in tl.range(before + after, num_stages=1):
+    for step in tl.range(before + after, num_stages=MASKED_STAGES):
         tile = tl.where(step < before, first + step, full_end + step - before)
         s = _dot(q, tl.trans(tl.load(key_at + tile * TILE_N * ck_n)))
         s = tl.where(_inside(tile * TILE_N + n[None, :], low[:, None], high[:, None]), s, -float("inf"))
@@ -278,7 +278,7 @@ def _attention_backward_queries(
     query, context_key, context_value, block_key, block_value, out, out_gradient, lse, delta, query_gradient, bk_gradient, bv_gradient,
     anchor, lo, keep, query_n, query_h, ck_n, ck_h, cv_n, cv_h, bk_n, bk_h, bv_n, bv_h, og_n, og_h, Q,
     R: tl.constexpr, SHARED: tl.constexpr, G: tl.constexpr, K: tl.constexpr, WINDOW: tl.constexpr, SCALE: tl.constexpr,
-    PLAIN_SCALE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, D: tl.constexpr,
+    PLAIN_SCALE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, MASKED_STAGES: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     kv_head, start, token, head, real = _rows(tl.program_id(0), Q, R, SHARED, G, TILE_M)
     low, high, kept = _interval(anchor, lo, keep, token, K, WINDOW)
@@ -313,7 +313,7 @@ def _attention_backward_queries(
         p = tl.exp2(_dot(q, tl.trans(k)) * SCALE - logsum[:, None])
         ds = p * (_dot(g, tl.trans(tl.load(value_at + tile * TILE_N * cv_n))) - shift[:, None])
         acc = _add_dot(acc, ds.to(k.dtype), k)
-    for step in tl.range(before + after, num_stages=1):
+    for step in tl.range(before + after, num_stages=MASKED_STAGES):
         tile = tl.where(step < before, first + step, full_end + step - before)
         k = tl.load(key_at + tile * TILE_N * ck_n)
         p = tl.exp2(_dot(q, tl.trans(k)) * SCALE - logsum[:, None])
@@ -328,7 +328,7 @@ def _attention_backward_keys(
     query, context_key, context_value, out_gradient, lse, delta, ck_gradient, cv_gradient, anchor, lo, keep, ranges,
     query_n, query_h, ck_n, ck_h, cv_n, cv_h, og_n, og_h, Q,
     H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, WINDOW: tl.constexpr, SCALE: tl.constexpr, PLAIN_SCALE: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, D: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, MASKED_STAGES: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0) // H  # the first tiles, which most queries see, first
     head = tl.program_id(0) % H
@@ -362,7 +362,7 @@ def _attention_backward_keys(
         v_acc = _add_dot(v_acc, p.to(g.dtype), g)
         ds = p * (_dot(v, tl.trans(g)) - tl.load(delta + step * TILE_M + m)[None, :])
         k_acc = _add_dot(k_acc, ds.to(q.dtype), q)
-    for i in tl.range(before + after, num_stages=1):
+    for i in tl.range(before + after, num_stages=MASKED_STAGES):
         step = tl.where(i < before, first + i, full_end + i - before)
         q = tl.load(query_at + step * TILE_M * query_n)
         g = tl.load(gradient_at + step * TILE_M * og_n)

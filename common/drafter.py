@@ -3,7 +3,8 @@
 Training and decoding run the same layers: `forward` on all blocks of a packet, `extend` and `draft` on one block behind a cache of
 context keys. Source: DFlash (arXiv 2602.06036).
 
-Legend: T context tokens, A anchors, K block slots, D hidden, M taps, F = M*D, H heads, G key/value heads, d head dimension, L layers.
+Legend: T context tokens, A anchors, K block slots, U = A + 1 unlike inputs of a packet's blocks (the anchors' tokens and the mask token),
+D hidden, M taps, F = M*D, H heads, G key/value heads, d head dimension, L layers.
 """
 
 import argparse
@@ -103,11 +104,11 @@ class SelfAttention(nn.Module):
         key, value = pair.split(self.kv_heads, dim=1)
         return rotate(self.k_norm(key), turns), value
 
-    def forward(self, x_ND, turns, context, mask, wanted):
+    def forward(self, x_ND, turns, context, mask, spread, wanted):
         qkv = self.qkv_proj(x_ND).unflatten(-1, (self.heads + 2 * self.kv_heads, self.head_dim))
         query, key, value = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
-        query, key = rotate(self.q_norm(query), turns), rotate(self.k_norm(key), turns)
-        return self.o_proj(wanted(attention.attend(query, context, (key, value), mask).flatten(1)))
+        query, key = rotate(spread(self.q_norm(query)), turns), rotate(spread(self.k_norm(key)), turns)
+        return self.o_proj(wanted(attention.attend(query, context, (key, spread(value)), mask).flatten(1)))
 
 
 @torch.library.custom_op("drafter::swiglu_backward", mutates_args=())
@@ -158,6 +159,11 @@ def every_row(x_ND):
     return x_ND
 
 
+def add(x_ND, y_ND):
+    """Their sum, rounded once. In float32, since inductor would make an addmm of the product before it, which copies x first."""
+    return (x_ND.float() + y_ND.float()).to(x_ND.dtype)
+
+
 class Layer(nn.Module):
     def __init__(self, spec, **kind):
         super().__init__()
@@ -166,10 +172,10 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, **kind)
         self.mlp = MLP(spec, **kind)
 
-    def forward(self, x_ND, turns, context, mask, wanted=every_row):
-        """The layer's output of the `wanted` rows; attention alone needs them all."""
-        x_ND = wanted(x_ND) + self.self_attn(self.input_layernorm(x_ND), turns, context, mask, wanted)
-        return x_ND + self.mlp(self.post_attention_layernorm(x_ND))
+    def forward(self, x, turns, context, mask, spread=every_row, wanted=every_row):
+        """The layer's output of the `wanted` rows, attention alone needs them all; `spread` makes them of the unlike ones that come in."""
+        x_ND = add(wanted(spread(x)), self.self_attn(self.input_layernorm(x), turns, context, mask, spread, wanted))
+        return add(x_ND, self.mlp(self.post_attention_layernorm(x_ND)))
 
 
 class Drafter(nn.Module):
@@ -189,21 +195,26 @@ class Drafter(nn.Module):
         frequencies, self.table_factor = inverse_frequencies(spec)
         self.frequencies = frequencies.to(device)  # no buffer: a cast of the module must not round it
 
-    def forward(self, block_embeddings_AKD, positions_AK, features_TF, context_positions_T, plan):
+    def forward(self, embeddings_UD, positions_AK, features_TF, context_positions_T, plan):
         """Hidden states of the predicted slots (all but the first) of a packet's blocks, ready for the head: [A, K - 1, D].
 
-        `plan` is the packet's attention.MaskPlan; positions count in each token's own document.
+        embeddings_UD are those of the anchors' tokens and, last, of the mask token, which all other slots hold: the first layer projects
+        it once. `plan` is the packet's attention.MaskPlan; positions count in each token's own document.
         """
-        A, K, _ = block_embeddings_AKD.shape
+        A, K = positions_AK.shape
         mask_spec = attention.MaskSpec(features_TF.shape[0], A, K)
         windows = {t: self.spec.window if t == SLIDING else None for t in dict.fromkeys(self.spec.layer_types)}
         masks = {t: attention.mask_of(mask_spec, plan, window) for t, window in windows.items()}
         contexts = self._contexts(features_TF, context_positions_T)
 
+        def spread(x_U):
+            first_K = (torch.arange(K, device=x_U.device) == 0).unflatten(0, (K, *[1] * (x_U.dim() - 1)))
+            return torch.where(first_K, x_U[:A, None], x_U[A:, None]).flatten(0, 1)
+
         def predicted(x_ND):
             return x_ND.unflatten(0, (A, K))[:, 1:].flatten(0, 1)
 
-        hidden = self._blocks(block_embeddings_AKD.flatten(0, 1), positions_AK.flatten(), contexts, masks, predicted)
+        hidden = self._blocks(embeddings_UD, positions_AK.flatten(), contexts, masks, spread, predicted)
         return hidden.unflatten(0, (A, K - 1))
 
     def new_cache(self):
@@ -234,16 +245,13 @@ class Drafter(nn.Module):
         turns = self._rotations(positions_N)
         return [layer.self_attn.context(context, turns) for layer in self.layers]
 
-    def _blocks(self, x_ND, positions_N, contexts, masks, wanted=every_row):
-        """Hidden states after the norm; the last layer computes the `wanted` rows alone."""
-        x_ND, turns = x_ND.to(self.fc.weight.dtype), self._rotations(positions_N)
-        of_layer = [every_row] * (len(self.layers) - 1) + [wanted]
-        for layer, kind, context, wanted in zip(self.layers, self.spec.layer_types, contexts, of_layer, strict=True):
-            if self.checkpointing and self.training:
-                x_ND = checkpoint(layer, x_ND, turns, context, masks[kind], wanted, use_reentrant=False)
-            else:
-                x_ND = layer(x_ND, turns, context, masks[kind], wanted)
-        return self.norm(x_ND)
+    def _blocks(self, x, positions_N, contexts, masks, spread=every_row, wanted=every_row):
+        """Hidden states after the norm. The first layer takes what `spread` makes the rows of, the last gives the `wanted` rows alone."""
+        x, turns, last = x.to(self.fc.weight.dtype), self._rotations(positions_N), len(self.layers) - 1
+        for i, (layer, kind, context) in enumerate(zip(self.layers, self.spec.layer_types, contexts, strict=True)):
+            inputs = x, turns, context, masks[kind], spread if i == 0 else every_row, wanted if i == last else every_row
+            x = checkpoint(layer, *inputs, use_reentrant=False) if self.checkpointing and self.training else layer(*inputs)
+        return self.norm(x)
 
 
 def make(config, spec, target_folder, device, seed):

@@ -87,7 +87,7 @@ class Learner:
         taps = features_TF[:, : self._taps_width]
         if self.plan.config.drafter.zero_features:
             taps = torch.zeros_like(taps)
-        embeddings = self.vocabulary.embed(blocks.tokens_AK)
+        embeddings = self.vocabulary.embed(blocks.tokens_U)
         return self._forward(embeddings, blocks.positions_AK, taps, blocks.context_positions_T, blocks.mask)
 
     def _loss(self, hidden_AJD, features_TF, blocks):

@@ -61,15 +61,16 @@ def _padded(found, anchors, row_tokens):
 class Blocks:
     """A packet's blocks, on the host or on a device.
 
-    Shapes: anchor_A (row index), lo_A (first row index of the anchor's document) int32, keep_A bool; tokens_AK (the anchor's token, then
-    mask tokens) and labels_AK int64; positions_AK and context_positions_T int32 (index in the document); valid_AK bool (slot 0 False);
-    weights_AK float32 (decay where valid). `mask` is the attention's plan, attached by the caller.
+    Shapes: anchor_A (row index), lo_A (first row index of the anchor's document) int32, keep_A bool; tokens_U (U = A + 1: the
+    anchors' tokens, then the mask token, which every slot but the first holds) and labels_AK int64; positions_AK and context_positions_T
+    int32 (index in the document); valid_AK bool (slot 0 False); weights_AK float32 (decay where valid). `mask` is the attention's plan,
+    attached by the caller.
     """
 
     anchor_A: torch.Tensor
     lo_A: torch.Tensor
     keep_A: torch.Tensor
-    tokens_AK: torch.Tensor
+    tokens_U: torch.Tensor
     positions_AK: torch.Tensor
     context_positions_T: torch.Tensor
     labels_AK: torch.Tensor
@@ -96,14 +97,12 @@ def build_blocks(row, anchor_A, keep_A, block_size, mask_token_id, gamma=None):
     counts_AK = (index_AK < T) & (row.document_start[inside_AK] == lo_A[:, None]) & (row.loss_mask[inside_AK] != 0) & keep_A[:, None]
     valid_AK = np.logical_and.accumulate(counts_AK, axis=1)
     valid_AK[:, 0] = False
-    tokens_AK = np.full(index_AK.shape, mask_token_id, np.int64)
-    tokens_AK[:, 0] = row.tokens[anchor_A]
     gamma = gamma or np.interp(block_size, list(GAMMA), list(GAMMA.values()))
     arrays = dict(
         anchor_A=anchor_A,
         lo_A=lo_A,
         keep_A=keep_A,
-        tokens_AK=tokens_AK,
+        tokens_U=np.append(row.tokens[anchor_A], mask_token_id).astype(np.int64),
         positions_AK=(anchor_A - lo_A)[:, None] + slot_K.astype(np.int32),
         context_positions_T=row.positions(),
         labels_AK=np.where(valid_AK, row.tokens[inside_AK], 0).astype(np.int64),

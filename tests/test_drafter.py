@@ -41,7 +41,7 @@ def tiny(target, seed=0, **changes):
 def inputs(model, seed=0, rows=T):
     generator = torch.Generator().manual_seed(seed)
     width = model.spec.hidden_size
-    return torch.randn(A, K, width, generator=generator), torch.randn(rows, len(model.spec.taps) * width, generator=generator)
+    return torch.randn(A + 1, width, generator=generator), torch.randn(rows, len(model.spec.taps) * width, generator=generator)
 
 
 def run(model, embeddings, features, anchors, starts, offset=0):
@@ -52,7 +52,8 @@ def run(model, embeddings, features, anchors, starts, offset=0):
     lo = np.where(keep, starts[np.minimum(anchor, rows - 1)], rows).astype(np.int32)
     plan = attention.plan(attention.MaskSpec(rows, len(anchors), K), anchor, lo, keep, model.spec.window)
     positions = torch.from_numpy(anchor - lo)[:, None] + torch.arange(K) + offset
-    return model(embeddings[: len(anchors)], positions, features, torch.from_numpy(np.arange(rows, dtype=np.int32) - starts) + offset, plan)
+    embeddings = embeddings[[*range(len(anchors)), -1]]
+    return model(embeddings, positions, features, torch.from_numpy(np.arange(rows, dtype=np.int32) - starts) + offset, plan)
 
 
 STARTS = [0] * 10 + [10] * 14
@@ -101,7 +102,7 @@ def test_packed_documents_equal_separate_ones(tiny_target, kind):
     packed.square().sum().backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
-    first = run(model, embeddings[:2], features[:10], [1, 9], [0] * 10)
+    first = run(model, embeddings[[0, 1, -1]], features[:10], [1, 9], [0] * 10)
     second = run(model, embeddings[2:], features[10:], [1, 13], [0] * 14)
     (first.square().sum() + second.square().sum()).backward()
     torch.testing.assert_close(packed, torch.cat((first, second)), atol=1e-5, rtol=1e-5)
@@ -120,9 +121,34 @@ def test_cached_decoding_equals_training(tiny_target, kind, offset):
     cache, done = model.new_cache(), 0
     for j, anchor in enumerate(anchors):
         model.extend(cache, features[done:anchor], torch.arange(done, anchor) + offset)
-        drafted = model.draft(cache, embeddings[j], torch.arange(anchor, anchor + K) + offset)
+        drafted = model.draft(cache, embeddings[[j] + [-1] * (K - 1)], torch.arange(anchor, anchor + K) + offset)
         torch.testing.assert_close(drafted[1:], trained[j], atol=1e-5, rtol=1e-5)
         done = anchor
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_projecting_the_mask_token_once_changes_nothing(tiny_target, kind):
+    """The first layer computes a row for each anchor and one for all masked slots; its twin computes them all."""
+    model, twin = tiny(tiny_target, **kind), tiny(tiny_target, **kind)
+    embeddings, features = inputs(model)
+    anchors = [3, 9, 14, 20]
+    fast = run(model, embeddings, features, anchors, STARTS)
+    all_rows = torch.cat([embeddings[[j] + [-1] * (K - 1)] for j in range(A)])
+    blocks, few = twin._blocks, []
+
+    def every_row_computed(x, positions, contexts, masks, spread, wanted):
+        few.append(len(x))
+        return blocks(all_rows, positions, contexts, masks, wanted=wanted)
+
+    twin._blocks = every_row_computed
+    slow = run(twin, embeddings, features, anchors, STARTS)
+    assert few == [A + 1]
+    torch.testing.assert_close(fast, slow, atol=1e-5, rtol=1e-5)
+    weights = torch.randn(fast.shape, generator=torch.Generator().manual_seed(9))
+    for hidden in (fast, slow):
+        (hidden * weights).sum().backward()
+    for (name, one), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, atol=1e-4, rtol=1e-4, msg=name)
 
 
 def test_checkpointed_layers_give_equal_gradients(tiny_target):

@@ -110,7 +110,7 @@ def test_labels_stop_at_the_documents_end_and_at_the_first_unsupervised_token():
     expected = ["01100", "01000", "01111", "01000", "00000"]
     assert ["".join(str(int(v)) for v in slots) for slots in blocks.valid_AK] == expected
     assert blocks.labels_AK[2].tolist() == [0, *row.tokens[8:12].tolist()]
-    assert blocks.tokens_AK[2].tolist() == [row.tokens[7], MASK, MASK, MASK, MASK]
+    assert blocks.tokens_U.tolist() == [*row.tokens[anchor].tolist(), MASK]
     assert blocks.positions_AK[3].tolist() == [4, 5, 6, 7, 8] and blocks.lo_A[:4].tolist() == [0, 0, 7, 7]
     assert blocks.context_positions_T.tolist() == [*range(7), *range(6), *range(3)]
     torch.testing.assert_close(blocks.weights_AK[2], torch.tensor([0.0, *np.exp(-np.arange(4) / 4.0)], dtype=torch.float32))
@@ -212,8 +212,9 @@ def test_packed_equals_unpacked():
         alone = Row(packed.tokens[first:stop], np.zeros(stop - first, np.int32), packed.loss_mask[first:stop], stop - first, 1)
         anchors = len(objective.candidates(alone))
         blocks = blocks_of(alone, anchors, 4)
-        for name in ("tokens_AK", "positions_AK", "labels_AK", "valid_AK"):
+        for name in ("positions_AK", "labels_AK", "valid_AK"):
             assert torch.equal(getattr(blocks, name), getattr(whole_blocks, name)[used : used + anchors]), name
+        assert torch.equal(blocks.tokens_U[:-1], whole_blocks.tokens_U[used : used + anchors])
         parts.append(objective.loss(hidden[used : used + anchors], vocabulary, blocks, config))
         used += anchors
     assert used == whole_blocks.keep_A.sum()
