@@ -2,9 +2,9 @@
 
     python benchmarks/drafter_step.py [--tiny] [--profile] [--check] [--sweep]
 
---profile adds where the step's time goes, by class of kernel; --check measures the first case with activation checkpointing, too,
-compares loss and gradients with the float32 twin on fresh rows and runs 200 packets that may neither wait for the device nor compile;
---sweep times the attention kernels alone, over their options.
+--profile adds where the step's time goes, by class of kernel. Instead of the times, --check compares loss and gradients with the float32
+twin on fresh rows and runs 200 packets that may neither wait for the device nor compile; --sweep times the attention kernels alone, over
+their options.
 """
 
 import argparse
@@ -216,10 +216,10 @@ def steady(step, device, generator, row_tokens, anchors, packets):
     for number in range(packets):
         row = random_row(generator, row_tokens, int(generator.integers(1, 20)), step.spec.vocab_size, even=False)
         row.loss_mask[int(generator.integers(0, row_tokens)) :] = 0
-        blocks = build_blocks(step.spec, row, anchors, number).to(device)
+        blocks = build_blocks(step.spec, row, anchors, number)
         if device.type == "cuda":
             torch.cuda.set_sync_debug_mode("error")
-        step(features, blocks)
+        step(features, blocks.to(device))
         if device.type == "cuda":
             torch.cuda.set_sync_debug_mode("default")
             reserved.append(torch.cuda.memory_reserved(device))
@@ -287,14 +287,21 @@ def main(arguments):
     asked = parser.parse_args(arguments)
     device = measure.device_of(asked.tiny)
     spec, dtype, repeats = (TINY, torch.float32, 2) if asked.tiny else (SPEC, torch.bfloat16, 10)
-    ceiling = measure.ceiling_tflops(device, dtype, 128 if asked.tiny else 8192)
-    for case in CASES["tiny" if asked.tiny else "full"]:
-        measure_case(spec, dtype, device, case, ceiling, repeats, asked.profile)
+    cases = CASES["tiny" if asked.tiny else "full"]
     if asked.check:
-        measure_case(spec, dtype, device, CASES["tiny" if asked.tiny else "full"][0], ceiling, repeats, checkpointing=True)
         check(device, asked.tiny)
     if asked.sweep:
         sweep(device, asked.tiny, repeats)
+    if asked.check or asked.sweep:
+        return
+    size, seconds = (128, 0.01) if asked.tiny else (8192, 2.0)
+    ceiling = measure.ceiling_tflops(device, dtype, size)
+    for case in cases:
+        measure_case(spec, dtype, device, case, ceiling, repeats, asked.profile)
+    measure_case(spec, dtype, device, cases[0], ceiling, repeats, checkpointing=True)
+    sustained = measure.sustained_tflops(device, dtype, size, seconds)
+    measure.report(device, benchmark="ceiling", seconds=seconds, sustained_tflops=sustained, ceiling_tflops=ceiling)
+
 
 
 if __name__ == "__main__":

@@ -41,6 +41,13 @@ def ceiling_tflops(device, dtype=torch.bfloat16, size=8192):
     return tflops(2 * size**3, timed(lambda: one @ other, device))
 
 
+def sustained_tflops(device, dtype=torch.bfloat16, size=8192, seconds=2.0):
+    """The ceiling's product again, after `seconds` of nothing else: what the chip's power limit leaves of it for as long as it takes."""
+    one, other = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    once_s = timed(lambda: one @ other, device).median_ms / 1e3
+    return tflops(2 * size**3, timed(lambda: one @ other, device, warmup=int(seconds / once_s), repeats=50))
+
+
 def copy_bytes_per_s(device, size_bytes=2**31):
     """Rate of a copy on the device (bytes read plus bytes written), the most that an elementwise pass could reach here."""
     one, other = (torch.empty(size_bytes, dtype=torch.uint8, device=device) for _ in range(2))

@@ -26,11 +26,11 @@ from common.tokens import TokenStore, pack_rows  # noqa: E402
 
 ROW_DOCUMENTS, ANCHORS = 32, 64  # conversations of a step, blocks of a conversation
 STAGES = ("convert", "synthesize", "pack", "train", "evaluate", "speed")
-SETS = {"own": (1, False), "own4": (4, False), "code": (1, True)}  # how many times --num, whether topics are given
+SETS = {"own": (1, False), "own2": (2, False), "code": (1, True)}  # how many times --num, whether topics are given
 QUARTER = "quarter"  # a quarter of "own"
 VARIANTS = {
     "base": ("own", []),
-    "more_conversations": ("own4", []),
+    "more_conversations": ("own2", []),
     "fewer_conversations": (QUARTER, []),
     "code_topics": ("code", []),
     "block16": ("own", ["drafter.block_size=16"]),
@@ -41,6 +41,14 @@ VARIANTS = {
     "init_target": ("own", ["drafter.init=target_layers"]),
     "dpace": ("own", ["objective.weights=dpace"]),
     "kl": ("own", ["objective.loss=kl"]),
+}
+DECODINGS = {
+    "chain": [],
+    "tree16": ["--mode", "tree", "--tree-budget", 16],
+    "tree64": ["--mode", "tree", "--tree-budget", 64],
+    "tree256": ["--mode", "tree", "--tree-budget", 256],
+    "chain_t1": ["--temperature", 1],
+    "tree64_t1": ["--mode", "tree", "--tree-budget", 64, "--temperature", 1],
 }
 TOPICS = [
     *(
@@ -105,8 +113,9 @@ class RealRun:
         for name in set(self.stores) - {QUARTER}:
             factor, with_topics = SETS[name]
             number, output, begun_s = a.num * factor + a.heldout, self.work / f"{name}.jsonl", time.monotonic()
-            if a.restore and (a.restore / f"{name}.jsonl.gz").exists() and not output.exists():
-                with gzip.open(a.restore / f"{name}.jsonl.gz") as packed, open(output, "wb") as plain:
+            kept = [a.restore / f"{n}.jsonl.gz" for n in (name, "own") if a.restore and SETS[n][1] == with_topics]
+            if not output.exists() and (found := next(filter(Path.exists, kept), None)):  # more of the same begin with the same
+                with gzip.open(found) as packed, open(output, "wb") as plain:
                     shutil.copyfileobj(packed, plain)
             before = count_lines(output)
             if before < number:
@@ -175,7 +184,12 @@ class RealRun:
         }
 
     def evaluate(self, variant):
-        """Greedy speculative decoding; it waits for the host, so several processes share the device and the prompts."""
+        """Speculative decoding in every way asked for."""
+        for decoding in self.arguments.decodings:
+            self.timed("decode", variant, decoding)
+
+    def decode(self, variant, decoding):
+        """One way of decoding; it waits for the host, so several processes share the device and the prompts."""
         groups = {
             "humaneval": [{"prompt": row["prompt"]} for row in read_rows(self.arguments.prompts)][: self.arguments.limit],
             "own": [{"messages": row["messages"]} for row in read_rows(self.work / "own_heldout.jsonl")][: self.arguments.limit],
@@ -184,30 +198,29 @@ class RealRun:
         shards = [tagged[i :: self.arguments.shards] for i in range(self.arguments.shards)]
         processes = []
         for i, shard in enumerate(shards):
-            write_rows(self.work / f"shard{i}.jsonl", [row for _, row in shard])
-            processes.append(
-                subprocess.Popen(self.evaluation(variant, f"shard{i}", "--no-compare"), cwd=REPOSITORY, stdout=subprocess.DEVNULL)
-            )
+            write_rows(self.out / f"shard{i}.jsonl", [row for _, row in shard])
+            command = self.evaluation(variant, self.out / f"shard{i}", "--no-compare", *DECODINGS[decoding])
+            processes.append(subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL))
         if any([process.wait() for process in processes]):
             raise UserError("an evaluation failed; its reason stands above")
         answers = {name: [] for name in groups}
         for i, shard in enumerate(shards):
-            evaluated = json.loads((self.work / f"shard{i}.json").read_text())["per_prompt"]
+            evaluated = json.loads((self.out / f"shard{i}.json").read_text())["per_prompt"]
             for (name, _), answer in zip(shard, evaluated, strict=True):
                 answers[name].append(answer)
-        self.report["variants"][variant] |= {name: acceptance(found) for name, found in answers.items()}
+        self.report["variants"][variant][decoding] = {name: acceptance(found) for name, found in answers.items()}
 
     def speed(self, variant):
         """Against plain decoding, alone on the device."""
-        write_rows(self.work / "speed.jsonl", [{"prompt": row["prompt"]} for row in read_rows(self.arguments.prompts)][:8])
-        subprocess.run(self.evaluation(variant, "speed"), cwd=REPOSITORY, check=True)
-        evaluated = json.loads((self.work / "speed.json").read_text())
+        write_rows(self.out / "speed.jsonl", [{"prompt": row["prompt"]} for row in read_rows(self.arguments.prompts)][:8])
+        subprocess.run(self.evaluation(variant, self.out / "speed"), cwd=REPOSITORY, check=True)
+        evaluated = json.loads((self.out / "speed.json").read_text())
         self.report["variants"][variant]["speed"] = {key: evaluated[key] for key in ("prompts", "tokens", "speedup", "lossless", "tau")}
 
     def evaluation(self, variant, prompts, *more):
         command = [
             sys.executable, "evaluate_drafter.py", "--drafter", self.work / "runs" / variant / "export/latest", "--target", self.target,
-            "--prompts", self.work / f"{prompts}.jsonl", "--json", self.work / f"{prompts}.json",
+            "--prompts", f"{prompts}.jsonl", "--json", f"{prompts}.json",
             "--max-new-tokens", self.arguments.new_tokens, *more,
         ]  # fmt: skip
         return [str(part) for part in command]
@@ -265,6 +278,7 @@ def parse_arguments(argv):
     parser.add_argument("--batch-size", type=int, default=2816)
     parser.add_argument("--documents", type=int, default=57600, help="seen in training, over all epochs")
     parser.add_argument("--new-tokens", type=int, default=128, help="of an evaluated answer")
+    parser.add_argument("--decodings", nargs="+", choices=DECODINGS, default=["chain"])
     parser.add_argument("--side-by-side", type=int, default=1, help="variants that train at a time; their seconds say little then")
     parser.add_argument("--shards", type=int, default=8, help="processes that evaluate side by side")
     parser.add_argument("--limit", type=int, help="prompts of each kind")

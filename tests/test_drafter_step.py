@@ -48,11 +48,22 @@ def small_row():
     return blocks.anchor_A, blocks.lo_A, blocks.keep_A
 
 
-def test_every_mode_runs_tiny(capsys):
-    drafter_step.main(["--tiny", "--check", "--sweep", "--profile"])
-    cases = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
-    by_name = {case["benchmark"]: case for case in cases}
-    assert {"row_tokens", "median_ms", "ktok_per_s", "tflops", "share_of_ceiling", "peak_gib", "compiles"} <= set(by_name["drafter_step"])
-    assert all(case["good"] for case in cases if case["benchmark"] == "drafter_step_check")
-    assert any(case["activation_checkpointing"] for case in cases if case["benchmark"] == "drafter_step")
-    assert by_name["attention_sweep"]["forward_ms"] > 0
+def run_tiny(capsys, *flags):
+    drafter_step.main(["--tiny", *flags])
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+
+
+def test_times_run_tiny(capsys):
+    cases = run_tiny(capsys, "--profile")
+    steps = [case for case in cases if case["benchmark"] == "drafter_step"]
+    assert {"row_tokens", "median_ms", "ktok_per_s", "tflops", "share_of_ceiling", "peak_gib", "compiles"} <= set(steps[0])
+    assert [case["activation_checkpointing"] for case in steps] == [False, False, True]
+    assert cases[-1]["sustained_tflops"] > 0
+
+
+def test_check_and_sweep_run_tiny(capsys):
+    cases = run_tiny(capsys, "--check", "--sweep")
+    good = [case["good"] for case in cases if case["benchmark"] == "drafter_step_check"]
+    assert good == [True, True]
+    assert [case["packets"] for case in cases if case["benchmark"] == "drafter_step_steady"] == [5]
+    assert cases[-1]["forward_ms"] > 0
