@@ -303,6 +303,5 @@ def main(arguments):
     measure.report(device, benchmark="ceiling", seconds=seconds, sustained_tflops=sustained, ceiling_tflops=ceiling)
 
 
-
 if __name__ == "__main__":
     main(sys.argv[1:])
