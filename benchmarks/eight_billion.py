@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from common.drafter_files import DrafterSpec
+from common.target import attention_for
 from common.target_files import Vocabulary
 from common.tokens import StoreWriter
 
@@ -20,7 +21,7 @@ TINY = QWEN3_8B | dict(
 )  # fmt: skip
 
 
-def random_target(config, device, dtype, attention):
+def random_target(config, device, dtype):
     """A transformers model of that config with random weights, made on the device."""
     from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -28,7 +29,7 @@ def random_target(config, device, dtype, attention):
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            model = AutoModelForCausalLM.from_config(Qwen3Config(**config), attn_implementation=attention)
+            model = AutoModelForCausalLM.from_config(Qwen3Config(**config), attn_implementation=attention_for(device, dtype))
     finally:
         torch.set_default_dtype(before)
     return model.eval().requires_grad_(False)

@@ -16,7 +16,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import eight_billion, measure, scaling
-from common import target, topology
+from common import topology
 
 
 class ComparedTrainer(scaling.TimedTrainer):
@@ -56,7 +56,7 @@ def main(arguments):
             job.connect(plan.shape, plan.deal)
 
             def make_server(seat):
-                model = eight_billion.random_target(shape, seat.device, plan.shape.dtype, target.attention_for(seat.device))
+                model = eight_billion.random_target(shape, seat.device, plan.shape.dtype)
                 return scaling.TimedServer(plan, seat, model)
 
             def make_trainer(seat):

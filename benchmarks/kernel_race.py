@@ -13,9 +13,11 @@ fail up to torch 2.12: 2.13 hides the flag during Dynamo's own compiles, and sin
 """
 
 import argparse
+import faulthandler
 import itertools
 import multiprocessing
 import os
+import queue
 import random
 import sys
 import threading
@@ -30,6 +32,8 @@ from benchmarks import measure
 from common import kernels
 
 TOKENS, HEAD_DIM, THREADS, WARM_CALLS = 256, 64, 2, 20
+PATIENCE_S = 120.0
+"""What a mode gets beyond its seconds, to start and to end its last compiles."""
 COLUMNS = ("mode", "calls", "errors", "retries", "shapes", "compiled", "stuck")
 
 
@@ -40,15 +44,26 @@ def main(arguments):
     args = parser.parse_args(arguments)
     device, backend = measure.device_of(args.tiny), "aot_eager" if args.tiny else "inductor"
     os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # a hit in the disk cache traces nothing and hides the race
-    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-        print("|", " | ".join(COLUMNS), "|\n|", " | ".join(["---"] * len(COLUMNS)), "|", flush=True)
-        for result in pool.imap(_run, [(mode, device, backend, args.seconds) for mode in GUARDS]):
-            measure.report(device, benchmark="kernel_race", **result)
-            print("|", " | ".join(str(result[c]) for c in COLUMNS), "|", flush=True)
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    print("|", " | ".join(COLUMNS), "|\n|", " | ".join(["---"] * len(COLUMNS)), "|", flush=True)
+    spawn = multiprocessing.get_context("spawn")
+    for mode in GUARDS:
+        results = spawn.Queue()
+        process = spawn.Process(target=_run, args=(results, mode, device, backend, args.seconds))
+        process.start()
+        try:
+            result = results.get(timeout=args.seconds + PATIENCE_S)
+        except queue.Empty:
+            result = dict.fromkeys(COLUMNS, "hangs") | {"mode": mode}
+            process.kill()
+        process.join()
+        measure.report(device, benchmark="kernel_race", **result)
+        print("|", " | ".join(str(result[c]) for c in COLUMNS), "|", flush=True)
 
 
-def _run(arguments):
-    return run(*arguments)
+def _run(results, *arguments):
+    faulthandler.dump_traceback_later(PATIENCE_S, file=sys.stderr)  # if it hangs, where
+    results.put(run(*arguments))
 
 
 def run(mode, device, backend, seconds):

@@ -20,7 +20,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import eight_billion, measure
 from common import config as configuration
-from common import objective, target, target_files, tokens, topology
+from common import objective, target_files, tokens, topology
 from common.packet import PacketShape
 from common.plan import Plan
 from serve_targets import Server
@@ -158,7 +158,7 @@ def main(arguments):
             job.connect(plan.shape, plan.deal)
 
             def make_server(seat):
-                model = eight_billion.random_target(shape, seat.device, plan.shape.dtype, target.attention_for(seat.device))
+                model = eight_billion.random_target(shape, seat.device, plan.shape.dtype)
                 return TimedServer(plan, seat, model)
 
             def make_trainer(seat):

@@ -11,12 +11,15 @@ import argparse
 import gzip
 import itertools
 import json
+import os
 import shutil
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import torch
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
@@ -41,6 +44,7 @@ VARIANTS = {
     "init_target": ("own", ["drafter.init=target_layers"]),
     "dpace": ("own", ["objective.weights=dpace"]),
     "kl": ("own", ["objective.loss=kl"]),
+    "lk": ("own", ["objective.loss=lk"]),
 }
 DECODINGS = {
     "chain": [],
@@ -189,7 +193,7 @@ class RealRun:
             self.timed("decode", variant, decoding)
 
     def decode(self, variant, decoding):
-        """One way of decoding; it waits for the host, so several processes share the device and the prompts."""
+        """One way of decoding; it waits for the host, so several processes share the devices and the prompts."""
         groups = {
             "humaneval": [{"prompt": row["prompt"]} for row in read_rows(self.arguments.prompts)][: self.arguments.limit],
             "own": [{"messages": row["messages"]} for row in read_rows(self.work / "own_heldout.jsonl")][: self.arguments.limit],
@@ -199,8 +203,10 @@ class RealRun:
         processes = []
         for i, shard in enumerate(shards):
             write_rows(self.out / f"shard{i}.jsonl", [row for _, row in shard])
-            command = self.evaluation(variant, self.out / f"shard{i}", "--no-compare", *DECODINGS[decoding])
-            processes.append(subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL))
+            device = f"cuda:{i % count}" if (count := torch.cuda.device_count()) else "cpu"
+            command = self.evaluation(variant, self.out / f"shard{i}", "--no-compare", "--device", device, *DECODINGS[decoding])
+            alone = os.environ | {"OMP_NUM_THREADS": "1"}  # or every process takes all cores
+            processes.append(subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, env=alone))
         if any([process.wait() for process in processes]):
             raise UserError("an evaluation failed; its reason stands above")
         answers = {name: [] for name in groups}

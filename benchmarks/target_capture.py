@@ -53,7 +53,7 @@ def main(arguments):
     generator = np.random.default_rng(0)
     rows = [mixed_row(generator, T, config["vocab_size"], T // 64, T // 4) for _ in range(4)]
     for compiled in (False, True):
-        model = eight_billion.random_target(config, device, dtype, target.attention_for(device))
+        model = eight_billion.random_target(config, device, dtype)
         subject = target.Target(model, taps, "packed", compile_layers=compiled)
         out = torch.zeros(T, subject.width, dtype=dtype, device=device)
         queue = iter(rows * 100)

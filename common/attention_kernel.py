@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 FORWARD, QUERIES, KEYS = "forward", "queries", "keys"
-TILING = {FORWARD: (128, 64, 8, 3, 1), QUERIES: (128, 64, 8, 3, 1), KEYS: (64, 128, 8, 3, 1)}
+TILING = {FORWARD: (128, 64, 8, 3, 3), QUERIES: (128, 64, 8, 3, 1), KEYS: (64, 128, 8, 3, 1)}
 """Per kernel: queries and keys of a tile, warps, stages, stages over masked tiles (benchmarks/drafter_step.py --sweep)."""
 WIDE_TILING = {FORWARD: (64, 32, 4, 1, 1), QUERIES: (64, 32, 4, 1, 1), KEYS: (32, 64, 4, 1, 1)}
 """The same for float32, which only the parity tests use."""
@@ -87,7 +87,7 @@ def attention_backward(
     block_size: int,
     window: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of query, context keys and values (float32 [T, H, d], to be summed over the heads that share them), block keys, values."""
+    """Gradients of query, context keys and values ([T, H, d], to be summed over the heads that share them), block keys and values."""
     inputs, mask = (query, context_key, context_value, block_key, block_value), (anchor_A, lo_A, keep_A)
     query_gradient, *block_gradients, delta_HQ = backward_queries(out_gradient, inputs, mask, out, lse_HQ, block_size, window)
     context_gradients = backward_keys(out_gradient, inputs, mask, key_ranges, lse_HQ, delta_HQ, block_size, window)
@@ -96,7 +96,7 @@ def attention_backward(
 
 @attention_backward.register_fake
 def _(out_gradient, query, context_key, context_value, block_key, *_):
-    context = context_key.new_empty(len(context_key), *query.shape[1:], dtype=torch.float32)
+    context = context_key.new_empty(len(context_key), *query.shape[1:])
     block = block_key.new_empty(block_key.shape)
     return query.new_empty(query.shape), context, torch.empty_like(context), block, torch.empty_like(block)
 
@@ -119,11 +119,11 @@ def backward_queries(out_gradient, inputs, mask, out, lse_HQ, block_size, window
 
 
 def backward_keys(out_gradient, inputs, mask, key_ranges, lse_HQ, delta_HQ, block_size, window):
-    """Gradients of context keys and values by query head, float32 [T, H, d]."""
+    """Gradients of context keys and values by query head: [T, H, d]."""
     query, context_key, context_value, _, _ = inputs
     Q, H, d = query.shape
     T, G, _ = context_key.shape
-    gradients = [query.new_empty(T, H, d, dtype=torch.float32) for _ in range(2)]
+    gradients = [query.new_empty(T, H, d) for _ in range(2)]
     tile_m, tile_n, warps, stages, masked = _tiling(KEYS, query)
     with torch.cuda.device_of(query):
         _attention_backward_keys[(T // tile_n * H,)](
@@ -140,12 +140,12 @@ def _keep_for_backward(ctx, inputs, output):
 
 
 def _differentiate(ctx, out_gradient, _):
-    query, context_key, *_ = ctx.saved_tensors
+    context_key = ctx.saved_tensors[1]
     if out_gradient.stride(-1) != 1:
         out_gradient = out_gradient.contiguous()
     gradients = torch.ops.drafter.attention_backward(out_gradient, *ctx.saved_tensors, ctx.block_size, ctx.window)
-    by_head = [g.unflatten(1, (context_key.shape[1], -1)).sum(2).to(query.dtype) for g in gradients[1:3]]
-    return gradients[0], *by_head, *gradients[3:], *[None] * 6
+    summed = [g.unflatten(1, (context_key.shape[1], -1)).sum(2) for g in gradients[1:3]]
+    return gradients[0], *summed, *gradients[3:], *[None] * 6
 
 
 attention.register_autograd(_differentiate, setup_context=_keep_for_backward)
@@ -373,5 +373,6 @@ def _attention_backward_keys(
         ds = p * (_dot(v, tl.trans(g)) - tl.load(delta + step * TILE_M + m)[None, :])
         k_acc = _add_dot(k_acc, ds.to(q.dtype), q)
     at = (at_n * H + head)[:, None] * D + d[None, :]
-    tl.store(ck_gradient + at, k_acc * PLAIN_SCALE)
-    tl.store(cv_gradient + at, v_acc)
+    kind = ck_gradient.dtype.element_ty
+    tl.store(ck_gradient + at, (k_acc * PLAIN_SCALE).to(kind))
+    tl.store(cv_gradient + at, v_acc.to(kind))

@@ -46,7 +46,7 @@ class Target:
             self.decoder.layers = layers[: max(taps) + 1]
             self.decoder.config.num_hidden_layers = max(taps) + 1
             self.decoder.norm = nn.Identity()
-        self._varlen = device.type == "cuda"
+        self._varlen = attention_for(device, dtype) == VARLEN
         self._out = None  # where the hooks write the forward in flight
         for place, tap in enumerate(taps):
             self.decoder.layers[tap].register_forward_hook(functools.partial(self._write, place))
@@ -177,10 +177,10 @@ def varlen_attention(
     return out[None], None
 
 
-def attention_for(device):
-    """The name of transformers' attention function that a target on this device runs with."""
+def attention_for(device, dtype):
+    """The name of transformers' attention function for a target on this device: variable-length attention where it runs."""
     AttentionInterface.register(VARLEN, varlen_attention)
-    return VARLEN if device.type == "cuda" else "sdpa"
+    return VARLEN if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) else "sdpa"
 
 
 def load(folder, device, dtype, trust_remote_code=False):
@@ -195,7 +195,7 @@ def load(folder, device, dtype, trust_remote_code=False):
         model = AutoModelForCausalLM.from_pretrained(
             str(folder),
             dtype=dtype,
-            attn_implementation=attention_for(device),
+            attn_implementation=attention_for(device, dtype),
             trust_remote_code=trust_remote_code,
             use_safetensors=True,
         )
