@@ -21,15 +21,15 @@ TINY = QWEN3_8B | dict(
 )  # fmt: skip
 
 
-def random_target(config, device, dtype):
-    """A transformers model of that config with random weights, made on the device."""
+def random_target(config, device, dtype, attention=None):
+    """A transformers model of that config with random weights, made on the device; `attention` None is a trainer's target's."""
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            model = AutoModelForCausalLM.from_config(Qwen3Config(**config), attn_implementation=attention_for(device, dtype))
+            model = AutoModelForCausalLM.from_config(Qwen3Config(**config), attn_implementation=attention or attention_for(device, dtype))
     finally:
         torch.set_default_dtype(before)
     return model.eval().requires_grad_(False)
