@@ -45,6 +45,8 @@ VARIANTS = {
     "dpace": ("own", ["objective.weights=dpace"]),
     "kl": ("own", ["objective.loss=kl"]),
     "lk": ("own", ["objective.loss=lk"]),
+    "kl_lr_half": ("own", ["objective.loss=kl", "optim.lr=5e-4"]),
+    "kl_anchors128": ("own", ["objective.loss=kl", f"objective.anchors={ROW_DOCUMENTS * 2 * ANCHORS}"]),
 }
 DECODINGS = {
     "chain": [],
