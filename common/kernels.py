@@ -12,6 +12,10 @@ by every trace inside every compile. Every compiled callable checks it on every 
 lock (`compile_wrapper` in torch/_dynamo/eval_frame.py). While thread A traces anything, thread B's call fails, on any device. (2.13
 hides it while Dynamo itself compiles; any other trace still does it.)
 
+On a GPU the same code can also stop for good (both naive guards did, torch 2.11: benchmarks/README.md). Thread A holds Dynamo's compile
+lock and, inside its trace of FlexAttention, asks autograd for a gradient. Thread B's first backward call compiles in autograd's one
+thread for that GPU and waits there for the lock; A waits for the same autograd thread.
+
 Why the obvious fixes fail. A dict of compiled functions keyed by device and filled under a lock: `torch.compile(...)` compiles
 nothing, so the lock protects nothing; the compile comes with the first call, and for the backward possibly in an autograd thread. A
 lock round the first call: the check is made by the warm calls, which do not take it. A lock round every call: a caller that holds it
@@ -20,7 +24,9 @@ silently and can leave the flag up for good.
 
 What holds, and is done here:
 - everything is compiled in warm-up by one thread, forward and backward together, then `freeze()` makes any later compile an error;
-- a cold call holds one process-wide lock, for the kernel call only, never over autograd;
+- a cold call holds one process-wide lock, for the kernel call only, never over autograd; it compiles the backward pass, too, so that
+  autograd's threads never compile;
+- inductor chooses without timing (`deterministic`): a job computes the same, bit by bit, in whichever process or thread it runs;
 - a warm call takes no lock: if the entry check refuses it because of another thread's trace, nothing of it has run, so it waits and
   calls again, which is exact. `stats()["retries"]` counts these; after `freeze()` it stays 0 unless something else compiles;
 - every key has its own code object, since Dynamo's cache and its recompile limit (8, then silently eager) hang on the code object.
@@ -163,7 +169,8 @@ class _Kernel:
                 "put what differs into the signature (TORCH_LOGS=recompiles names it)"
             )
         backend = torch._dynamo.lookup_backend(self.backend) if isinstance(self.backend, str) else self.backend
-        with torch._functorch.config.patch(force_non_lazy_backward_lowering=True, **(RECOMPUTE if self.recompute else {})):
+        choices = {"force_non_lazy_backward_lowering": True} | (RECOMPUTE if self.recompute else {})
+        with torch._functorch.config.patch(choices), torch._inductor.config.patch(deterministic=True):
             compiled = backend(graph, inputs, **self.options)
         self.compiled_for = _shapes(inputs)
         _count("compiles", 1)

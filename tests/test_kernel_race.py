@@ -22,7 +22,7 @@ def one_warm_call(monkeypatch):
 def test_cache_survives(one_warm_call):
     """If the cache shows an error here, it is the guard that fails on the GPU."""
     result = kernel_race.run("cache", torch.device("cpu"), "aot_eager", seconds=0.01)
-    assert result["errors"] == 0 and result["other"] == {} and not result["stuck"], result
+    assert result["errors"] == 0 and result["other"] == {} and not (result["stuck"] or result["hangs"]), result
     assert result["compiled"] == result["shapes"] and result["calls"] > result["shapes"], result
 
 
