@@ -27,7 +27,7 @@ sys.path.insert(0, str(REPOSITORY))
 from common.config import UserError, run_script  # noqa: E402
 from common.tokens import TokenStore, pack_rows  # noqa: E402
 
-ROW_DOCUMENTS, ANCHORS = 32, 64  # conversations of a step, blocks of a conversation
+ROW_DOCUMENTS, ANCHORS = 32, 128  # conversations of a step, blocks of a conversation
 STAGES = ("convert", "synthesize", "pack", "train", "evaluate", "speed")
 SETS = {"own": (1, False), "own2": (2, False), "code": (1, True)}  # how many times --num, whether topics are given
 QUARTER = "quarter"  # a quarter of "own"
@@ -36,17 +36,17 @@ VARIANTS = {
     "more_conversations": ("own2", []),
     "fewer_conversations": (QUARTER, []),
     "code_topics": ("code", []),
+    "ce": ("own", ["objective.loss=ce"]),
+    "lk": ("own", ["objective.loss=lk"]),
+    "dpace": ("own", ["objective.weights=dpace"]),
+    "anchors64": ("own", [f"objective.anchors={ROW_DOCUMENTS * ANCHORS // 2}"]),
+    "anchors256": ("own", [f"objective.anchors={ROW_DOCUMENTS * ANCHORS * 2}"]),
     "block16": ("own", ["drafter.block_size=16"]),
     "lr_half": ("own", ["optim.lr=5e-4"]),
     "lr_double": ("own", ["optim.lr=2e-3"]),
     "layers2": ("own", ["drafter.layers=2"]),
     "layers8": ("own", ["drafter.layers=8"]),
     "init_target": ("own", ["drafter.init=target_layers"]),
-    "dpace": ("own", ["objective.weights=dpace"]),
-    "kl": ("own", ["objective.loss=kl"]),
-    "lk": ("own", ["objective.loss=lk"]),
-    "kl_lr_half": ("own", ["objective.loss=kl", "optim.lr=5e-4"]),
-    "kl_anchors128": ("own", ["objective.loss=kl", f"objective.anchors={ROW_DOCUMENTS * 2 * ANCHORS}"]),
 }
 DECODINGS = {
     "chain": [],
