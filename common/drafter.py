@@ -207,7 +207,7 @@ class Drafter(nn.Module):
         masks = {t: attention.mask_of(mask_spec, plan, window) for t, window in windows.items()}
         contexts = self._contexts(features_TF, context_positions_T)
 
-        def spread(x_U):
+        def spread(x_U):  # every slot of every block, the first with its anchor's row, the others with the mask token's
             first_K = (torch.arange(K, device=x_U.device) == 0).unflatten(0, (K, *[1] * (x_U.dim() - 1)))
             return torch.where(first_K, x_U[:A, None], x_U[A:, None]).flatten(0, 1)
 

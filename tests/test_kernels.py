@@ -247,6 +247,18 @@ def test_backward_is_compiled_with_the_forward():
     assert compiled == ["forward", "backward"]
 
 
+def test_inductor_decides_without_timing():
+    """A choice by timing differs between two processes, and with it the order of sums: equal seeds would not give equal losses."""
+    seen = []
+
+    def backend(graph, inputs):
+        seen.append(torch._inductor.config.deterministic)
+        return graph
+
+    kernels.handle("probe", lambda x: x + 1, "cpu", backend=backend)(torch.zeros(2))
+    assert seen == [True] and not torch._inductor.config.deterministic
+
+
 def test_own_trace_is_refused_at_once():
     """Waiting for one's own trace would never end."""
     kernel = cached()
