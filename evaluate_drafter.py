@@ -64,7 +64,7 @@ def load(arguments, folder, spec):
         raise UserError(f"--block-size {block_size}: the drafter was trained on blocks of {drafter.spec.block_size}; use 2 to that")
     target = load_target(folder, drafter.spec.taps, dtype, device)
     shared = drafter, target.vocabulary(spec), drafter.spec.mask_token_id, block_size
-    budgets = arguments.tree_budget if arguments.mode == "tree" else [None]
+    budgets = arguments.tree_budget or [64 if arguments.mode == "tree" else None]
     return target, [BlockDrafter(*shared, budget) for budget in budgets], block_size
 
 
@@ -93,7 +93,8 @@ def describe(arguments, chat, target, spec):
     """What was evaluated with what."""
     device = target.device
     return {
-        **{key: getattr(arguments, key) for key in ("drafter", "target", "prompts", "mode", "temperature", "max_new_tokens")},
+        **{key: getattr(arguments, key) for key in ("drafter", "target", "mode", "temperature", "max_new_tokens")},
+        "prompts_file": arguments.prompts,
         "target_fingerprint": spec.fingerprint,
         "chat_template_digest": digest(chat.template),
         "chat_template_kwargs": chat.template_kwargs,
@@ -109,8 +110,8 @@ def parse_arguments(argv):
     parser.add_argument("--target", required=True, help="its target: a folder or hub id")
     parser.add_argument("--prompts", required=True, help="JSONL of messages, question or prompt")
     parser.add_argument("--mode", choices=("chain", "tree"), default="chain")
-    parser.add_argument("--tree-budget", type=positives, default=[64], metavar="N,N,...", help="nodes of a tree; the last leads the report")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
+    parser.add_argument("--tree-budget", type=positives, metavar="N,N,...", help="nodes of a tree (64); the last leads the report")
+    parser.add_argument("--temperature", type=temperature, default=0.0, help="0: greedy")
     parser.add_argument("--block-size", type=int, help="slots, at most those of the trained block, the default")
     parser.add_argument("--limit", type=positive, help="number of prompts")
     parser.add_argument("--max-new-tokens", type=positive, default=256)
@@ -119,7 +120,16 @@ def parse_arguments(argv):
     parser.add_argument("--device", help="default: cuda if there is one")
     parser.add_argument("--no-compare", action="store_true", help="skip plain decoding")
     parser.add_argument("--json", help="file for the report")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.tree_budget and arguments.mode == "chain":
+        parser.error("--tree-budget is for --mode tree")
+    return arguments
+
+
+def temperature(text):
+    if not float(text) >= 0:
+        raise ValueError
+    return float(text)
 
 
 def positive(text):

@@ -102,8 +102,7 @@ def _by_kind(entries):
 
 def main(argv):
     config = configuration.from_command_line(argv, __doc__)
-    stop = StopRequest()
-    with topology.join(config) as job:
+    with StopRequest() as stop, topology.join(config) as job:
         plan = planning.make(config, job)
         job.agree(plan.agreement())
         if job.speaks:

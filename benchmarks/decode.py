@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import drafter_step, eight_billion, measure
 from common.acceptance import mean_tau
 from common.chat import Chat, load_tokenizer
+from common.config import run_script
 from common.decoding import BlockDrafter, Chooser, DecodingTarget, decode, load_drafter, load_target, speculate
 from common.drafter import Drafter
 from common.prompts import read_prompts
@@ -93,4 +94,4 @@ def main(arguments):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_script(main)

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import measure
 from common import attention, kernels, objective
 from common.attention import attention_kernel
-from common.config import ObjectiveConfig
+from common.config import ObjectiveConfig, run_script
 from common.drafter import Drafter
 from common.drafter_files import FULL, SLIDING, DrafterSpec
 from common.packet import Row
@@ -304,4 +304,4 @@ def main(arguments):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_script(main)

@@ -5,7 +5,6 @@ import json
 import numpy as np
 import torch
 
-from common.drafter_files import DrafterSpec
 from common.target import attention_for
 from common.target_files import Vocabulary
 from common.tokens import StoreWriter
@@ -40,14 +39,6 @@ def random_vocabulary(spec, device, dtype):
     draw = {"generator": generator, "device": device, "dtype": dtype}
     embedding, head = (torch.randn(spec.vocab_size, spec.hidden_size, **draw).mul_(0.02) for _ in range(2))
     return Vocabulary(embedding, head, 1.0, None)
-
-
-def drafter_spec(config, target, folder):
-    """The DrafterSpec of a config section for a folder without weights: the mask token is the vocabulary's last row."""
-    from unittest import mock
-
-    with mock.patch("common.drafter_files.mask_token", return_value=target.vocab_size - 1):
-        return DrafterSpec.resolve(config, target, folder)
 
 
 def write_target(folder, config):

@@ -17,6 +17,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import eight_billion, measure, scaling
 from common import topology
+from common.config import run_script
 
 
 class ComparedTrainer(scaling.TimedTrainer):
@@ -67,4 +68,4 @@ def main(arguments):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_script(main)

@@ -5,6 +5,7 @@
 Shape of Qwen3-8B (4096 x 151,936, block 16), 512 blocks (3,072 tokens) and 2,048. Useful work is two products a row.
 """
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import measure
 from common import kernels, objective
-from common.config import ObjectiveConfig
+from common.config import ObjectiveConfig, run_script
 from common.head import slot_values_and_gradients
 from common.packet import Row
 from common.target_files import Vocabulary
@@ -86,7 +87,9 @@ def pointwise(anchors, shape, device, repeats):
 
 
 def main(arguments):
-    tiny = "--tiny" in arguments
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true")
+    tiny = parser.parse_args(arguments).tiny
     shape, device, repeats = TINY if tiny else FULL, measure.device_of(tiny), 2 if tiny else 10
     ceiling = measure.ceiling_tflops(device, shape["dtype"], 128 if tiny else 8192)
     pointwise(8 if tiny else 128, shape, device, repeats)
@@ -95,4 +98,4 @@ def main(arguments):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_script(main)

@@ -29,6 +29,7 @@ from torch.nn.attention import flex_attention as flex
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import measure
 from common import kernels
+from common.config import UserError, run_script
 
 TOKENS, HEAD_DIM, THREADS, WARM_CALLS = 256, 64, 2, 20
 PATIENCE_S = 120.0
@@ -50,6 +51,10 @@ def main(arguments):
         results = spawn.Queue()
         process = spawn.Process(target=_run, args=(results, mode, device, backend, args.seconds))
         process.start()
+        while results.empty() and process.is_alive():
+            time.sleep(0.1)
+        if results.empty():
+            raise UserError(f"mode {mode} ended with code {process.exitcode}; its reason stands above")
         result = results.get()
         process.kill()  # threads that hang would keep it
         measure.report(device, benchmark="kernel_race", **result)
@@ -137,4 +142,4 @@ def cache(device, backend):
 GUARDS = {"singleton": singleton, "dict": dict_with_lock, "cache": cache}
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_script(main)

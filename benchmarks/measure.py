@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from common.config import UserError
+
 
 class Times(NamedTuple):
     median_ms: float
@@ -83,5 +85,7 @@ def report(device, **case):
 
 
 def device_of(tiny):
-    """The CPU for a tiny run, else the GPU that the numbers are about."""
+    """The CPU for a tiny run, else the GPU that the numbers are about. Raises: UserError if there is none."""
+    if not (tiny or torch.cuda.is_available()):
+        raise UserError("this benchmark measures a GPU and finds none; use --tiny to see it run on the CPU")
     return torch.device("cpu" if tiny else "cuda")

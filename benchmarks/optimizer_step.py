@@ -6,6 +6,7 @@ The floor of a step: read the bfloat16 gradients (2 bytes a parameter), read and
 weights (2), at the speed of a copy. Each further packet of the step adds its gradients to the float32 buffer (2 + 8).
 """
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import measure
-from common.config import OptimConfig
+from common.config import OptimConfig, run_script
 from common.optim import Optimizer
 
 STEP_BYTES = 2 + 24 + 2
@@ -34,7 +35,9 @@ def drafter_shapes(hidden, intermediate, layers, taps, heads, kv_heads, head_dim
 
 
 def main(arguments):
-    tiny = "--tiny" in arguments
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true")
+    tiny = parser.parse_args(arguments).tiny
     device, dtype = measure.device_of(tiny), torch.bfloat16
     shapes = drafter_shapes(*(32, 64, 2, 2, 2, 1, 16) if tiny else (4096, 12288, 5, 5, 32, 8, 128))
     parameters = [torch.nn.Parameter(torch.randn(shape, device=device, dtype=dtype) * 0.02) for shape in shapes]
@@ -69,4 +72,4 @@ def main(arguments):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_script(main)

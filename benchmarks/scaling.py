@@ -21,6 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import eight_billion, measure
 from common import config as configuration
 from common import objective, target_files, tokens, topology
+from common.config import run_script
+from common.drafter_files import DrafterSpec
 from common.packet import PacketShape
 from common.plan import Plan
 from serve_targets import Server
@@ -112,7 +114,8 @@ def make_plan(asked, drafters, folder):
     config = configuration.from_dict(
         {
             "target": {"path": str(folder / "target"), "dtype": "float32" if asked.tiny else "bfloat16"},
-            "drafter": {"dtype": "float32", "layers": 2, "block_size": 8} if asked.tiny else {"layers": 5, "block_size": 16},
+            "drafter": ({"dtype": "float32", "layers": 2, "block_size": 8} if asked.tiny else {"layers": 5, "block_size": 16})
+            | {"mask_token": shape["vocab_size"] - 1},
             "data": {"path": str(folder / "store"), "pack_tokens": T},
             "optim": {"steps": steps},
             "sync": {"mode": asked.sync, "every": 5 if asked.tiny else 50},
@@ -125,7 +128,7 @@ def make_plan(asked, drafters, folder):
     eight_billion.write_target(folder / "target", shape)
     eight_billion.write_store(folder / "store", shape["vocab_size"], 2 * drafters, T, 4)
     spec = target_files.read_spec(folder / "target")
-    drafter = eight_billion.drafter_spec(config.drafter, spec, folder / "target")
+    drafter = DrafterSpec.resolve(config.drafter, spec, folder / "target")
     store = tokens.TokenStore.open(folder / "store")
     rows = tokens.RowLoader(store, tokens.pack_rows(store.lengths, T, None, "truncate", 0))
     deal = tokens.Deal(len(rows), drafters, 1, 0, steps=steps)
@@ -169,4 +172,4 @@ def main(arguments):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_script(main)

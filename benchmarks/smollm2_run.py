@@ -15,6 +15,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -88,21 +89,24 @@ class RealRun:
         self.arguments, self.work, self.out = arguments, arguments.work, arguments.out or arguments.work
         self.work.mkdir(parents=True, exist_ok=True)
         self.out.mkdir(parents=True, exist_ok=True)
-        self.target = self.work / "target"
+        self.target, self.writing = self.work / "target", threading.Lock()
         self.report = {"seconds": {}, "conversations": {}, "variants": {name: {} for name in arguments.variants}}
         self.stores = sorted({"own"} | {VARIANTS[name][0] for name in arguments.variants})
 
     def timed(self, stage, *variant):
         begun_s = time.monotonic()
         getattr(self, stage)(*variant)
-        name = ".".join([stage, *variant])
-        self.report["seconds"][name] = round(time.monotonic() - begun_s, 1)
-        print(f"== {name}: {self.report['seconds'][name]} s", flush=True)
-        (self.out / "report.json").write_text(json.dumps(self.report, indent=1) + "\n")
+        name, seconds = ".".join([stage, *variant]), round(time.monotonic() - begun_s, 1)
+        print(f"== {name}: {seconds} s", flush=True)
+        with self.writing:
+            self.report["seconds"][name] = seconds
+            (self.out / "report.json").write_text(json.dumps(self.report, indent=1) + "\n")
 
     def convert(self):
         if self.target.exists():
             return
+        if not self.arguments.gguf:
+            raise UserError(f"{self.target} is not there yet: name the GGUF file that it is made from with --gguf")
         file = self.arguments.gguf[0]
         if len(self.arguments.gguf) > 1:
             file = self.work / "joined.gguf"
@@ -177,7 +181,7 @@ class RealRun:
         seconds, records = time.monotonic() - begun_s, read_rows(folder / "metrics.jsonl")
         rates = sorted(record["tokens_per_s"] for record in records if "tokens_per_s" in record)
         validated = [record for record in records if "walk_tau" in record]
-        self.report["variants"][variant]["train"] = {
+        trained = {
             "seconds": seconds,
             "steps": steps,
             "documents": round(steps * len(store) / rows),
@@ -188,6 +192,8 @@ class RealRun:
             "walk_tau": {key: value for key, value in validated[-1].items() if key.startswith("walk_tau")},
             "walk_tau_by_step": {record["step"]: record["walk_tau"] for record in validated},
         }
+        with self.writing:
+            self.report["variants"][variant]["train"] = trained
 
     def evaluate(self, variant):
         """Speculative decoding in every way asked for."""
@@ -201,11 +207,12 @@ class RealRun:
             "own": [{"messages": row["messages"]} for row in read_rows(self.work / "own_heldout.jsonl")][: self.arguments.limit],
         }
         tagged = [(name, row) for name, rows in groups.items() for row in rows]
-        shards = [tagged[i :: self.arguments.shards] for i in range(self.arguments.shards)]
+        count = min(self.arguments.shards, len(tagged))
+        shards = [tagged[i::count] for i in range(count)]
         processes = []
         for i, shard in enumerate(shards):
             write_rows(self.out / f"shard{i}.jsonl", [row for _, row in shard])
-            device = f"cuda:{i % count}" if (count := torch.cuda.device_count()) else "cpu"
+            device = f"cuda:{i % devices}" if (devices := torch.cuda.device_count()) else "cpu"
             command = self.evaluation(variant, self.out / f"shard{i}", "--no-compare", "--device", device, *DECODINGS[decoding])
             alone = os.environ | {"OMP_NUM_THREADS": "1"}  # or every process takes all cores
             processes.append(subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, env=alone))

@@ -15,6 +15,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import eight_billion, measure
 from common import kernels, target
+from common.config import run_script
 from common.drafter_files import auto_taps
 from common.packet import Row
 
@@ -89,4 +90,4 @@ def profile(capture, device, top=14):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_script(main)

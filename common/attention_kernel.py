@@ -20,7 +20,7 @@ FORWARD, QUERIES, KEYS = "forward", "queries", "keys"
 TILING = {FORWARD: (128, 64, 8, 3, 3), QUERIES: (128, 64, 8, 3, 1), KEYS: (64, 128, 8, 3, 1)}
 """Per kernel: queries and keys of a tile, warps, stages, stages over masked tiles (benchmarks/drafter_step.py --sweep)."""
 WIDE_TILING = {FORWARD: (64, 32, 4, 1, 1), QUERIES: (64, 32, 4, 1, 1), KEYS: (32, 64, 4, 1, 1)}
-"""The same for float32, which only the parity tests use."""
+"""The same for float32: small models and the parity tests."""
 PLAN_TILE = tl.constexpr(128)
 """Context keys of a tile of the host's plan."""
 NOWHERE = tl.constexpr(1 << 30)

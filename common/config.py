@@ -228,7 +228,7 @@ CHOICES = {
 }
 AT_LEAST_ONE = (
     "drafter.layers", "data.pack_tokens", "optim.accumulate", "optim.max_skipped", "sync.every", "topology.cpu_threads",
-    "link.depth", "checkpoint.every", "checkpoint.keep", "validation.every", "log.every", "objective.anchors",
+    "checkpoint.every", "checkpoint.keep", "validation.every", "log.every", "objective.anchors",
     "optim.steps", "topology.targets", "topology.drafters", "validation.rows", "validation.tree_budget", "drafter.window",
     "data.max_document_tokens",
     "drafter.heads", "drafter.kv_heads", "drafter.head_dim", "drafter.intermediate_size",
@@ -304,6 +304,8 @@ def validate(config):
     for key in AT_LEAST_ONE:
         if get(config, key) is not None and get(config, key) < 1:
             raise UserError(f"{key}={get(config, key)} must be at least 1")
+    if config.link.depth < 2:
+        raise UserError(f"link.depth={config.link.depth}: a target fills the next buffer before the last has left; use 2 or more")
     if config.drafter.block_size < 2:
         raise UserError(
             f"drafter.block_size={config.drafter.block_size}: a block needs the known token and a proposal; use 2 or more, e.g. 16"

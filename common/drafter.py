@@ -268,12 +268,12 @@ def make(config, spec, target_folder, device, seed):
             for linear in (layer.self_attn.qkv_proj, layer.self_attn.o_proj):
                 if linear.bias is not None:
                     linear.bias.zero_()
-        if config.zero_features:
-            drafter.fc.weight.zero_()  # without features it gets no gradient: the drafter that is served sees none either
     if config.init == "target_layers":
         _copy_target_layers(drafter, Tensors(target_folder))
     elif config.init != "random":
         drafter.load_state_dict(load_exported(config.init)[1])
+    if config.zero_features:
+        torch.nn.init.zeros_(drafter.fc.weight)  # without features it gets no gradient: the drafter that is served sees none either
     return drafter
 
 

@@ -23,7 +23,8 @@ over `backward()` deadlocks with the autograd thread that recomputes a checkpoin
 silently and can leave the flag up for good.
 
 What holds, and is done here:
-- everything is compiled in warm-up by one thread, forward and backward together, then `freeze()` makes any later compile an error;
+- everything is compiled in warm-up by one thread, forward and backward together; where threads follow, `freeze()` then makes any later
+  compile an error;
 - a cold call holds one process-wide lock, for the kernel call only, never over autograd; it compiles the backward pass, too, so that
   autograd's threads never compile;
 - inductor chooses without timing (`deterministic`): a job computes the same, bit by bit, in whichever process or thread it runs;
@@ -101,19 +102,13 @@ def freeze():
     _frozen = True
 
 
-def thaw():
-    """End of the workers: kernels may be compiled again, by the next job of this process."""
-    global _frozen
-    _frozen = False
-
-
 def stats():
     """The counters of Stats, as a dict."""
     return asdict(_stats)
 
 
 def reset():
-    """Forget every kernel and counter, and thaw."""
+    """Forget every kernel and counter; kernels may be compiled again, by the next job of this process."""
     global _frozen, _stats
     _frozen, _stats = False, Stats()
     _handles.clear()

@@ -29,7 +29,7 @@ class Learner:
         self.faults = Faults(sources, device)
         self._forward = self._run
         if device.type == "cuda" and config.drafter.compile:
-            self._forward = kernels.handle("drafter", self._run, device, (self.spec, plan.drafter, config.drafter.dtype), recompute=True)
+            self._forward = kernels.handle("drafter", self._run, device, (self.spec, config.drafter.dtype), recompute=True)
 
     def backward(self, buffer, number):
         """Add one packet's gradients; returns the Result. Anchors are drawn from (seed, packet number)."""

@@ -10,6 +10,7 @@ from common import config as configuration
 from common import objective, target_files, tokens
 from common.config import UserError
 from common.drafter_files import DrafterSpec
+from common.head import CHUNK_LOGITS
 from common.packet import PacketShape
 from common.topology import DRAFTER, TARGET
 
@@ -42,7 +43,7 @@ class Plan:
 
     @property
     def final_hidden(self):
-        return self.config.objective.loss != "ce"
+        return needs_final_hidden(self.config)
 
     def agreement(self):
         """What all ranks must have in common, as a tree whose differing keys can be named."""
@@ -96,7 +97,8 @@ class Plan:
         per_query = 4 * s.hidden_size + 2 * s.intermediate_size + 3 * s.heads * s.head_dim
         layers = 1 if self.config.drafter.activation_checkpointing else s.layers
         activations = layers * (queries * per_query + 4 * T * s.kv_heads * s.head_dim) * narrow + 3 * queries * s.intermediate_size * narrow
-        head = min(queries * t.vocab_size, 2048 * 151936) * (narrow + 4) + queries * s.hidden_size * narrow
+        logits = min(queries * t.vocab_size, CHUNK_LOGITS) * (1 + self.final_hidden)
+        head = logits * (narrow + 4) + queries * s.hidden_size * narrow
         state = self.parameters() * (16 + (2 * narrow if narrow < 4 else 4))
         tied = 1 if t.tie_word_embeddings else 2
         return {"target": target, "drafter": state + tied * vocabulary * narrow + buffers + activations + head}
@@ -115,21 +117,22 @@ class Plan:
         return ranks - drafters, drafters
 
 
+def needs_final_hidden(config):
+    """Whether the loss compares with the target's own distribution."""
+    return config.objective.loss != "ce"
+
+
 def make(config, job):
     """Open target, stores and deal. Raises: UserError for whatever does not fit together."""
     folder = job.first_per_host(lambda: target_files.resolve(config.target.path, config.target.revision))
     target = target_files.read_spec(folder)
-    if config.objective.loss != "ce" and config.drafter.zero_features:
+    if needs_final_hidden(config) and config.drafter.zero_features:
         raise UserError("drafter.zero_features=true is an ablation of objective.loss=ce; drop one of them")
     rows = _open_rows(config, config.data.path, folder, target)
     heldout_path = _heldout_path(config)
     heldout = _open_rows(config, heldout_path, folder, target) if heldout_path else None
-    drafter = DrafterSpec.resolve(config.drafter, target, folder)
-    for name, loader in (("data.path", rows), ("validation.path", heldout)):
-        if loader is not None and loader.store.contains(drafter.mask_token_id):
-            raise UserError(
-                f"{name}: the mask token {drafter.mask_token_id} occurs in the data; name an unused one with drafter.mask_token=ID"
-            )
+    used_ids = np.concatenate([loader.store.used_ids for loader in (rows, heldout) if loader is not None])
+    drafter = DrafterSpec.resolve(config.drafter, target, folder, used_ids)
     validation_rows = min(len(heldout), config.validation.rows or len(heldout)) if heldout else 0
     deal = tokens.Deal(
         len(rows),
@@ -141,7 +144,7 @@ def make(config, job):
         validation_rows,
         config.validation.every,
     )
-    width = (len(drafter.taps) + (config.objective.loss != "ce")) * target.hidden_size
+    width = (len(drafter.taps) + needs_final_hidden(config)) * target.hidden_size
     shape = PacketShape(config.data.pack_tokens, width, getattr(torch, config.target.dtype))
     anchors = config.objective.anchors or objective.default_anchors(config.data.pack_tokens, drafter.block_size)
     return Plan(config, folder, target, drafter, rows, heldout, deal, shape, anchors)

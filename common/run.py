@@ -41,7 +41,7 @@ class Run:
             self.directory.rewind_log(step)
             text = configuration.to_yaml(self.plan.config)
             self.directory.write_config(text)
-            if (compiled := self.kernels())["kernels/compiles"]:
+            if (compiled := self.kernel_counters())["kernels/compiles"]:
                 print("{kernels/compiles} kernels compiled in {kernels/compile_s:.0f} s".format(**compiled), flush=True)
             self._log = Log(self.directory, step + 1, self.plan.deal.steps, self.plan.config.log.tensorboard, text)
         self.reset_rates()
@@ -103,7 +103,7 @@ class Run:
         self._busy_s += message.get("busy_us") / 1e6
 
     @staticmethod
-    def kernels():
+    def kernel_counters():
         """The kernel cache's counters; after the warm-up none of them should move."""
         counted = kernels.stats()
         return {f"kernels/{name}": counted[name] for name in ("compiles", "retries", "compile_s")}
@@ -132,7 +132,7 @@ class Run:
             self.tau = values["walk_tau"]
         if self.first:
             if "loss" in values:
-                values = {"lr": self.learner.optimizer.lr(step)} | values | self.kernels()
+                values = {"lr": self.learner.optimizer.lr(step)} | values | self.kernel_counters()
             self._log.write({"step": step} | {name: value for name, value in values.items() if value is not None})
 
     def warn_of_faults(self):
@@ -207,7 +207,7 @@ class Run:
 
     def _last_word(self):
         folder, target = self.directory.exports / "latest", self.plan.config.target.path
-        prompts = "launch/quickstart/heldout.jsonl" if "quickstart" in target else "PROMPTS.jsonl"
+        prompts = "launch/quickstart/heldout.jsonl" if target == "launch/quickstart/target" else "PROMPTS.jsonl"
         speculative = f'{{"method": "dflash", "model": "{folder}", "num_speculative_tokens": {self.plan.drafter.block_size - 1}}}'
         tau = "" if self.tau is None else f"walk tau on held-out conversations: {self.tau:.2f} tokens per verification\n"
         return (

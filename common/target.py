@@ -1,7 +1,7 @@
 """The frozen target: loaded once, tapped at some layers, stopped after the last of them.
 
 Documents of one row never see each other. `per_document` runs them one by one and is the reference; `packed` runs the whole row in one
-forward whose positions restart at every document, on CUDA through variable-length attention.
+forward whose positions restart at every document, in half precision on CUDA through variable-length attention.
 
 Legend: T tokens of a row, N tokens of a document, D hidden size, M taps, F = M*D (+ D when the final hidden state travels too).
 """
@@ -51,7 +51,7 @@ class Target:
         for place, tap in enumerate(taps):
             self.decoder.layers[tap].register_forward_hook(functools.partial(self._write, place))
         self.execution = self._choose(execution)
-        if device.type == "cuda" and compile_layers and self.execution == "packed":
+        if compile_layers and self._varlen and self.execution == "packed":  # other attention gets a mask or none, by the row
             self._compile()
 
     @property

@@ -204,9 +204,10 @@ class TokenStore:
                 lines.append(f"  {2**exponent:>7,} to {2 ** (exponent + 1) - 1:>7,}: {count:>9,} {'#' * -(-50 * count // len(self))}")
         return "\n".join(lines)
 
-    def contains(self, token):
-        """Whether a token id occurs anywhere in the store."""
-        return bool(self._used[token : token + 1].any())
+    @property
+    def used_ids(self):
+        """Token ids that occur anywhere in the store, ascending."""
+        return np.flatnonzero(self._used)
 
     def document(self, i):
         """Token ids int32[n] and loss mask uint8[n] of document i."""

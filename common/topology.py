@@ -247,7 +247,7 @@ class ThreadsJob(_Job):
             else:
                 mine = {t: q for (t, d), q in queues.items() if d == member.index}
                 link, comm = links.QueueReceiver(here, depth, mine), self._comm.seat(member.index)
-            self.seats.append(Seat(member.role, member.index, member.device, link, comm, deal, self.layout, self.board))
+            self.seats.append(Seat(member.role, member.index, member.device, link, comm, deal, self.layout, self.board, _restarted()))
 
     def run(self, make_server, make_trainer):
         workers = self._build(make_server, make_trainer)
@@ -293,7 +293,7 @@ class ThreadsJob(_Job):
             self._end_all()
 
     def __exit__(self, *_):
-        kernels.thaw()
+        kernels.reset()  # they hold this job's models; the process may run another
 
     def _end_all(self):
         self.failed.set()

@@ -164,11 +164,14 @@ class StopRequest:
 
     Python runs signal handlers only between two bytecodes of the main thread, which may be waiting inside a collective: so a thread of
     its own reads them from a socket. A Ctrl-C that has not been honoured after 20 s, or a second one, ends the process with 130.
+    A context manager: behind it signals do what they did before.
     """
 
     def __init__(self):
         self.requested = False
         self._interrupted = None
+        self._end_soon = threading.Timer(INTERRUPT_GRACE_S, os._exit, [128 + signal.SIGINT])
+        self._end_soon.daemon = True
         receiver, sender = socket.socketpair()
         sender.setblocking(False)
         self._sockets = receiver, sender
@@ -193,13 +196,15 @@ class StopRequest:
             print(
                 f"\nstopping at the next averaging; a second Ctrl-C, or {INTERRUPT_GRACE_S:.0f} s, end at once", file=sys.stderr, flush=True
             )
-            timer = threading.Timer(INTERRUPT_GRACE_S, os._exit, [128 + signal.SIGINT])
-            timer.daemon = True
-            timer.start()
+            self._end_soon.start()
         elif now - self._interrupted > ECHO_S:
             os._exit(128 + signal.SIGINT)
 
-    def close(self):
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._end_soon.cancel()
         signal.set_wakeup_fd(self._wakeup_before)
         for number, handler in self._before.items():
             signal.signal(number, handler)

@@ -15,6 +15,8 @@ import traceback
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
+"""These tests are about ranks on CPUs; a box with one GPU would refuse three of them."""
 
 
 class Job:
@@ -28,7 +30,7 @@ class Job:
         context.set_forkserver_preload(["torch", "torch.distributed", "transformers.models.qwen3.modeling_qwen3", script])
         self._folder = tempfile.TemporaryDirectory()
         self._log = Path(self._folder.name) / "output"
-        variables = {"OMP_NUM_THREADS": "1"}
+        variables = {"OMP_NUM_THREADS": "1"} | WITHOUT_GPUS
         if ranks > 1:
             variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._host_store()), "WORLD_SIZE": str(ranks)}
             variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -132,7 +134,7 @@ def run_script(*arguments, timeout_s=120, **variables):
 
 
 def start(command, output=subprocess.PIPE, **variables):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **variables}
+    environment = {**os.environ, **WITHOUT_GPUS, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **variables}
     stderr = subprocess.PIPE if output is subprocess.PIPE else subprocess.STDOUT
     return subprocess.Popen(command, stdout=output, stderr=stderr, text=True, cwd=REPOSITORY, env=environment, start_new_session=True)
 

@@ -34,10 +34,14 @@ ONE_RANK = {
     "a mask token that is the end token": (["drafter.mask_token=258"], ["drafter.mask_token=258", "end", "drafter.mask_token=auto"]),
     "a mask token that is the padding": (["drafter.mask_token=256"], ["drafter.mask_token=256", "padding", "drafter.mask_token=auto"]),
     "a mask token beyond the embedding": (["drafter.mask_token=272"], ["drafter.mask_token=272", "0..271", "drafter.mask_token=auto"]),
-    "a mask token that occurs in the data": (["drafter.mask_token=17"], ["mask token 17 occurs in the data", "drafter.mask_token"]),
+    "a mask token that occurs in the data": (
+        ["drafter.mask_token=17"],
+        ["drafter.mask_token=17 occurs in the data", "drafter.mask_token=auto"],
+    ),
     "heads that do not divide": (["drafter.heads=3", "drafter.kv_heads=2"], ["drafter.heads=3", "multiple of drafter.kv_heads=2"]),
     "documents longer than a row": (["data.max_document_tokens=256"], ["data.max_document_tokens=256", "data.pack_tokens=128"]),
     "more packets a step than rows": (["optim.accumulate=1000"], ["optim.accumulate=1000", "use more data"]),
+    "a single buffer": (["link.depth=1"], ["link.depth=1", "use 2"]),
     "roles for one rank": (["topology.targets=2"], ["topology.targets=2", "torchrun"]),
     "processes without torchrun": (["topology.mode=processes"], ["topology.mode=processes", "torchrun --nproc_per_node"]),
     "a device that is not there": (

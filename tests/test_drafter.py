@@ -207,6 +207,14 @@ def exported(model, target, folder):
     return drafter.export(folder, model.state_dict(), model.spec, read_spec(target), "float32", "float32")
 
 
+def test_a_drafter_without_features_has_none_wherever_it_starts(tiny_target, tmp_path):
+    """The ablation would train blind and be served with the features of the drafter it started from."""
+    folder = exported(tiny(tiny_target), tiny_target, tmp_path / "export")
+    config = DrafterConfig(**SHAPE, init=str(folder), zero_features=True)
+    model = drafter.make(config, DrafterSpec.resolve(config, read_spec(tiny_target), tiny_target), tiny_target, "cpu", 0)
+    assert not model.fc.weight.any() and model.norm.weight.any()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_export_loads_back_bitwise(tiny_target, tmp_path, kind):
     """The file that is served must compute what was trained, to the last bit."""

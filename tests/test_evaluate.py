@@ -88,6 +88,14 @@ def test_no_compare_and_limit(evaluate):
     assert "not compared" in printed
 
 
+@pytest.mark.parametrize("flags", [["--tree-budget", "16"], ["--temperature", "-1"]])
+def test_flags_that_would_mean_something_else_are_refused(flags, capsys):
+    """Lost otherwise: a chain's figures under a tree's name, or a target that prefers what it likes least."""
+    with pytest.raises(SystemExit, match="2"):
+        evaluate_drafter.parse_arguments(["--drafter", "d", "--target", "t", "--prompts", "p", *flags])
+    assert flags[0] in capsys.readouterr().err
+
+
 def test_what_cannot_be_evaluated_is_refused(evaluate, tmp_path):
     """Lost otherwise: a traceback, or numbers of a drafter that was never trained for this."""
     build_target(tmp_path / "other", hidden_size=48, num_hidden_layers=3)

@@ -14,6 +14,7 @@ from ranks import Job, descendants, start_torchrun, stop_job
 from test_resume import arguments, assert_equal_runs, finish, kill_at_call, records, stop_at, weights
 
 from common.checkpoint import RunDirectory
+from common.watch import StopRequest
 
 SOON = "topology.timeout_s=4"
 
@@ -160,6 +161,20 @@ def impatient(step, flag, rank):
 
     common.watch.INTERRUPT_GRACE_S = 1.0
     wait_at(step, flag, rank)
+
+
+def test_signals_do_behind_a_job_what_they_did_before():
+    """In a notebook the next Ctrl-C would end the kernel."""
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
+    with StopRequest() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        deadline = time.monotonic() + 10
+        while not stop.requested and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert stop.requested
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)] == before
+    stop._end_soon.join(10)
+    assert not stop._end_soon.is_alive()
 
 
 def test_an_interrupt_gives_up_waiting(tiny_preset, tmp_path):

@@ -340,8 +340,8 @@ def test_frozen_cold_key_is_an_error():
     worker, outcome = outcome_of(lambda: kernel(*inputs()))
     worker.join()
     assert "value" in outcome, outcome
-    kernels.thaw()
-    forgotten(*inputs(5))  # the next job of the process, a notebook's second cell, warms up anew
+    kernels.reset()
+    cached()(*inputs(5))  # the next job of the process, a notebook's second cell, warms up anew
 
 
 def test_more_signatures_than_dynamo_keeps():
