@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from common.acceptance import mean_tau, prompt_lookup, ratio, summarize, table
 from common.chat import Chat, load_tokenizer
-from common.config import UserError, digest, json_object, run_script
+from common.config import UserError, digest, json_object, positive, run_script
 from common.conversation_file import is_loop
 from common.decoding import BlockDrafter, Chooser, decode, first_difference, load_drafter, load_target, speculate
 from common.prompts import read_prompts
@@ -130,12 +130,6 @@ def temperature(text):
     if not float(text) >= 0:
         raise ValueError
     return float(text)
-
-
-def positive(text):
-    if int(text) < 1:
-        raise ValueError
-    return int(text)
 
 
 def positives(text):

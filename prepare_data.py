@@ -13,7 +13,7 @@ import os
 import sys
 from pathlib import Path
 
-from common.config import UserError, json_object, run_script
+from common.config import UserError, json_object, positive, run_script
 
 
 def main(argv):
@@ -138,12 +138,6 @@ def run_inspect(arguments):
         if not 0 <= number < len(store):
             raise UserError(f"--document {number}: the store holds documents 0 to {len(store) - 1}")
         print(chat.show(*store.document(number), color=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
-
-
-def positive(text):
-    if int(text) < 1:
-        raise ValueError
-    return int(text)
 
 
 def json_file(text):

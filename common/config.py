@@ -368,6 +368,13 @@ def json_object(text):
     return value
 
 
+def positive(text):
+    """An argparse type: a whole number from 1."""
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
+
+
 def run_script(main):
     """Call main(argv) and exit: UserError becomes one line on stderr and code 2."""
     try:

@@ -173,7 +173,10 @@ class Layer(nn.Module):
         self.mlp = MLP(spec, **kind)
 
     def forward(self, x, turns, context, mask, spread=every_row, wanted=every_row):
-        """The layer's output of the `wanted` rows, attention alone needs them all; `spread` makes them of the unlike ones that come in."""
+        """The layer's output of the `wanted` rows; attention alone needs them all. `spread` makes them of the unlike ones that come in.
+
+        Shapes: x [N, D], or [U, D] where `spread` makes N rows of U; turns [N, 2, 2, d/2] -> [wanted N, D].
+        """
         x_ND = add(wanted(spread(x)), self.self_attn(self.input_layernorm(x), turns, context, mask, spread, wanted))
         return add(x_ND, self.mlp(self.post_attention_layernorm(x_ND)))
 
