@@ -156,8 +156,8 @@ class _Job:
     def __enter__(self):
         return self
 
-    def __exit__(self, kind, *_):
-        pass
+    def __exit__(self, *_):
+        kernels.reset()  # they hold this job's models; the process, a notebook's, may run another
 
     def first_per_host(self, work):
         return work()
@@ -291,9 +291,6 @@ class ThreadsJob(_Job):
             if not self.failed.is_set():  # the others' failures only follow from the first
                 self._first = (seat, error)
             self._end_all()
-
-    def __exit__(self, *_):
-        kernels.reset()  # they hold this job's models; the process may run another
 
     def _end_all(self):
         self.failed.set()
