@@ -155,7 +155,7 @@ class TopologyConfig:
 @dataclass
 class LinkConfig:
     depth: int = 2
-    """Packet buffers at each end."""
+    """Packet buffers at each end, at least 2: one is filled while another leaves."""
     backend: str = "auto"
     """`auto` (NCCL between CUDA devices, gloo on CPU), `nccl`, or `staged` (CUDA features through pinned host memory and gloo)."""
 
