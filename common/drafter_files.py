@@ -164,7 +164,7 @@ def mask_token(wanted, target, folder, used_ids=()):
         )
     token = added[wanted] if isinstance(wanted, str) else wanted
     if (reason := objection(token)) is not None:
-        raise UserError(f"drafter.mask_token={wanted} {reason}; use an unused id or drafter.mask_token=auto (with drafter.init=FOLDER: its own)")
+        raise UserError(f"drafter.mask_token={wanted} {reason}; use an unused id or drafter.mask_token=auto")
     return token
 
 
