@@ -30,13 +30,20 @@ from common.tokens import TokenStore, pack_rows  # noqa: E402
 
 ROW_DOCUMENTS, ANCHORS = 32, 128  # conversations of a step, blocks of a conversation
 STAGES = ("convert", "synthesize", "pack", "train", "evaluate", "speed")
-SETS = {"own": (1, False), "own2": (2, False), "code": (1, True)}  # how many times --num, whether topics are given
-QUARTER = "quarter"  # a quarter of "own"
+WRITTEN = {"own": (1, False), "own2": (2, False), "code": (1, True)}  # files: how many times --num, whether topics are given
+TRAINED_ON = {  # stores: which share of which files
+    "own": {"own": 1.0},
+    "own2": {"own2": 1.0},
+    "code": {"code": 1.0},
+    "half_code": {"own": 0.5, "code": 0.5},
+    "quarter": {"own": 0.25},
+}
 VARIANTS = {
     "base": ("own", []),
     "more_conversations": ("own2", []),
-    "fewer_conversations": (QUARTER, []),
+    "fewer_conversations": ("quarter", []),
     "code_topics": ("code", []),
+    "half_code": ("half_code", []),
     "ce": ("own", ["objective.loss=ce"]),
     "lk": ("own", ["objective.loss=lk"]),
     "dpace": ("own", ["objective.weights=dpace"]),
@@ -45,6 +52,8 @@ VARIANTS = {
     "block16": ("own", ["drafter.block_size=16"]),
     "lr_half": ("own", ["optim.lr=5e-4"]),
     "lr_double": ("own", ["optim.lr=2e-3"]),
+    "weight_decay": ("own", ["optim.weight_decay=1"]),
+    "wsd": ("own", ["optim.schedule=wsd"]),
     "layers2": ("own", ["drafter.layers=2"]),
     "layers8": ("own", ["drafter.layers=8"]),
     "init_target": ("own", ["drafter.init=target_layers"]),
@@ -59,8 +68,9 @@ DECODINGS = {
 }
 TOPICS = [
     *(
-        f"a Python function that {verb} {noun}"
+        f"a Python function that {verb} {noun}{given}"
         for verb in ("counts", "sorts", "filters", "sums", "reverses", "checks", "finds duplicates in", "computes the mean of")
+        for given in ("", ", given as def with type hints and a docstring")
         for noun in ("a list of integers", "a string", "the words of a sentence", "a dictionary", "a matrix", "prime numbers", "brackets")
     ),
     *("cooking", "history", "travel", "health", "school", "work", "nature", "music", "sports", "friends", "money", "mathematics"),
@@ -92,6 +102,7 @@ class RealRun:
         self.target, self.writing = self.work / "target", threading.Lock()
         self.report = {"seconds": {}, "conversations": {}, "variants": {name: {} for name in arguments.variants}}
         self.stores = sorted({"own"} | {VARIANTS[name][0] for name in arguments.variants})
+        self.files = sorted({file for store in self.stores for file in TRAINED_ON[store]})
 
     def timed(self, stage, *variant):
         begun_s = time.monotonic()
@@ -120,10 +131,10 @@ class RealRun:
         a = self.arguments
         topics = self.work / "topics.txt"
         topics.write_text("\n".join(TOPICS) + "\n")
-        for name in set(self.stores) - {QUARTER}:
-            factor, with_topics = SETS[name]
+        for name in self.files:
+            factor, with_topics = WRITTEN[name]
             number, output, begun_s = a.num * factor + a.heldout, self.work / f"{name}.jsonl", time.monotonic()
-            kept = [a.restore / f"{n}.jsonl.gz" for n in (name, "own") if a.restore and SETS[n][1] == with_topics]
+            kept = [a.restore / f"{n}.jsonl.gz" for n in (name, "own") if a.restore and WRITTEN[n][1] == with_topics]
             if not output.exists() and (found := next(filter(Path.exists, kept), None)):  # more of the same begin with the same
                 with gzip.open(found) as packed, open(output, "wb") as plain:
                     shutil.copyfileobj(packed, plain)
@@ -151,14 +162,14 @@ class RealRun:
         script("prepare_data.py", command, "--target", self.target, "--batch-size", a.batch_size, *how, *more)
 
     def pack(self):
-        for name in self.stores:
-            held = self.arguments.heldout
-            rows = read_rows(self.work / ("own.jsonl" if name == QUARTER else f"{name}.jsonl"))
-            end = held + self.arguments.num // 4 if name == QUARTER else len(rows)
-            write_rows(self.work / f"{name}_train.jsonl", rows[held:end])
-            self.pack_store(self.work / name, self.work / f"{name}_train.jsonl")
-            if name == "own":
-                write_rows(self.work / "own_heldout.jsonl", rows[:held])
+        """Stores to train on, and one of held-out conversations and of the benchmark's answers to validate on."""
+        held = self.arguments.heldout
+        rows = {name: read_rows(self.work / f"{name}.jsonl") for name in self.files}
+        for store in self.stores:
+            parts = (rows[name][held:][: int(share * (len(rows[name]) - held))] for name, share in TRAINED_ON[store].items())
+            write_rows(self.work / f"{store}_train.jsonl", itertools.chain(*parts))
+            self.pack_store(self.work / store, self.work / f"{store}_train.jsonl")
+        write_rows(self.work / "own_heldout.jsonl", rows["own"][:held])
         self.pack_store(self.work / "heldout", self.work / "own_heldout.jsonl", self.work / "benchmark.jsonl")
 
     def pack_store(self, folder, *files):
