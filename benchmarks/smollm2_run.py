@@ -2,9 +2,9 @@
 
     python benchmarks/smollm2_run.py --gguf SmolLM2-135M-Instruct.Q4_1.gguf --prompts HumanEval.jsonl.gz --work data/smollm2
 
-Stages: convert, synthesize, pack, then train and evaluate for each variant; what --work already holds is not made again. The
-variants differ from `base` in one thing each, at equal documents, to see what moves the acceptance length most. A report is printed
-as JSON at the end, and written to --out with the conversations after every stage.
+Stages: convert, synthesize, pack, then train and evaluate for each variant; what --work already holds is not made again. Variants differ
+from the preset (`base`) in one thing each, at equal documents, to see what moves the acceptance length most; --data does the same for
+the conversations. A report is printed as JSON at the end, and written to --out with the conversations after every stage.
 """
 
 import argparse
@@ -28,35 +28,32 @@ sys.path.insert(0, str(REPOSITORY))
 from common.config import UserError, run_script  # noqa: E402
 from common.tokens import TokenStore, pack_rows  # noqa: E402
 
+PRESET, TOPICS = (REPOSITORY / "launch/presets" / name for name in ("smollm2_135m.yaml", "smollm2_135m_topics.txt"))
 ROW_DOCUMENTS, ANCHORS = 32, 128  # conversations of a step, blocks of a conversation
 STAGES = ("convert", "synthesize", "pack", "train", "evaluate", "speed")
-WRITTEN = {"own": (1, False), "own2": (2, False), "code": (1, True)}  # files: how many times --num, whether topics are given
-TRAINED_ON = {  # stores: which share of which files
+FILES = {"own": (1, False), "own2": (2, False), "code": (1, True)}  # how many times --num, whether TOPICS are given
+DATA = {  # what is trained on: a share of each file
+    "half_code": {"own": 0.5, "code": 0.5},
+    "code": {"code": 1.0},
     "own": {"own": 1.0},
     "own2": {"own2": 1.0},
-    "code": {"code": 1.0},
-    "half_code": {"own": 0.5, "code": 0.5},
     "quarter": {"own": 0.25},
 }
 VARIANTS = {
-    "base": ("own", []),
-    "more_conversations": ("own2", []),
-    "fewer_conversations": ("quarter", []),
-    "code_topics": ("code", []),
-    "half_code": ("half_code", []),
-    "ce": ("own", ["objective.loss=ce"]),
-    "lk": ("own", ["objective.loss=lk"]),
-    "dpace": ("own", ["objective.weights=dpace"]),
-    "anchors64": ("own", [f"objective.anchors={ROW_DOCUMENTS * ANCHORS // 2}"]),
-    "anchors256": ("own", [f"objective.anchors={ROW_DOCUMENTS * ANCHORS * 2}"]),
-    "block16": ("own", ["drafter.block_size=16"]),
-    "lr_half": ("own", ["optim.lr=5e-4"]),
-    "lr_double": ("own", ["optim.lr=2e-3"]),
-    "weight_decay": ("own", ["optim.weight_decay=1"]),
-    "wsd": ("own", ["optim.schedule=wsd"]),
-    "layers2": ("own", ["drafter.layers=2"]),
-    "layers8": ("own", ["drafter.layers=8"]),
-    "init_target": ("own", ["drafter.init=target_layers"]),
+    "base": [],
+    "ce": ["objective.loss=ce"],
+    "lk": ["objective.loss=lk"],
+    "dpace": ["objective.weights=dpace"],
+    "anchors64": [f"objective.anchors={ROW_DOCUMENTS * ANCHORS // 2}"],
+    "anchors256": [f"objective.anchors={ROW_DOCUMENTS * ANCHORS * 2}"],
+    "block16": ["drafter.block_size=16"],
+    "lr_half": ["optim.lr=5e-4"],
+    "lr_double": ["optim.lr=2e-3"],
+    "weight_decay": ["optim.weight_decay=1"],
+    "wsd": ["optim.schedule=wsd"],
+    "layers2": ["drafter.layers=2"],
+    "layers8": ["drafter.layers=8"],
+    "init_target": ["drafter.init=target_layers"],
 }
 DECODINGS = {
     "chain": [],
@@ -66,15 +63,6 @@ DECODINGS = {
     "chain_t1": ["--temperature", 1],
     "tree64_t1": ["--mode", "tree", "--tree-budget", 64, "--temperature", 1],
 }
-TOPICS = [
-    *(
-        f"a Python function that {verb} {noun}{given}"
-        for verb in ("counts", "sorts", "filters", "sums", "reverses", "checks", "finds duplicates in", "computes the mean of")
-        for given in ("", ", given as def with type hints and a docstring")
-        for noun in ("a list of integers", "a string", "the words of a sentence", "a dictionary", "a matrix", "prime numbers", "brackets")
-    ),
-    *("cooking", "history", "travel", "health", "school", "work", "nature", "music", "sports", "friends", "money", "mathematics"),
-]
 
 
 def main(argv):
@@ -101,8 +89,7 @@ class RealRun:
         self.out.mkdir(parents=True, exist_ok=True)
         self.target, self.writing = self.work / "target", threading.Lock()
         self.report = {"seconds": {}, "conversations": {}, "variants": {name: {} for name in arguments.variants}}
-        self.stores = sorted({"own"} | {VARIANTS[name][0] for name in arguments.variants})
-        self.files = sorted({file for store in self.stores for file in TRAINED_ON[store]})
+        self.files = sorted({"own", *DATA[arguments.data]})
 
     def timed(self, stage, *variant):
         begun_s = time.monotonic()
@@ -129,18 +116,16 @@ class RealRun:
     def synthesize(self):
         """The training conversations, and the target's own answers to the benchmark's prompts."""
         a = self.arguments
-        topics = self.work / "topics.txt"
-        topics.write_text("\n".join(TOPICS) + "\n")
         for name in self.files:
-            factor, with_topics = WRITTEN[name]
+            factor, with_topics = FILES[name]
             number, output, begun_s = a.num * factor + a.heldout, self.work / f"{name}.jsonl", time.monotonic()
-            kept = [a.restore / f"{n}.jsonl.gz" for n in (name, "own") if a.restore and WRITTEN[n][1] == with_topics]
+            kept = [a.restore / f"{n}.jsonl.gz" for n in (name, "own") if a.restore and FILES[n][1] == with_topics]
             if not output.exists() and (found := next(filter(Path.exists, kept), None)):  # more of the same begin with the same
                 with gzip.open(found) as packed, open(output, "wb") as plain:
                     shutil.copyfileobj(packed, plain)
             before = count_lines(output)
             if before < number:
-                more = ["--topics", topics] if with_topics else []
+                more = ["--topics", TOPICS] if with_topics else []
                 self.write("synthesize", "--num", number, "--output", output, "--max-user-tokens", a.max_user_tokens, *more)
             rows, seconds = read_rows(output), time.monotonic() - begun_s
             self.report["conversations"][name] = {
@@ -162,14 +147,13 @@ class RealRun:
         script("prepare_data.py", command, "--target", self.target, "--batch-size", a.batch_size, *how, *more)
 
     def pack(self):
-        """Stores to train on, and one of held-out conversations and of the benchmark's answers to validate on."""
-        held = self.arguments.heldout
+        """A store to train on, and one of held-out conversations and of the benchmark's answers to validate on."""
+        a = self.arguments
         rows = {name: read_rows(self.work / f"{name}.jsonl") for name in self.files}
-        for store in self.stores:
-            parts = (rows[name][held:][: int(share * (len(rows[name]) - held))] for name, share in TRAINED_ON[store].items())
-            write_rows(self.work / f"{store}_train.jsonl", itertools.chain(*parts))
-            self.pack_store(self.work / store, self.work / f"{store}_train.jsonl")
-        write_rows(self.work / "own_heldout.jsonl", rows["own"][:held])
+        parts = (rows[name][a.heldout :][: int(share * (len(rows[name]) - a.heldout))] for name, share in DATA[a.data].items())
+        write_rows(self.work / f"{a.data}_train.jsonl", itertools.chain(*parts))
+        write_rows(self.work / "own_heldout.jsonl", rows["own"][: a.heldout])
+        self.pack_store(self.work / a.data, self.work / f"{a.data}_train.jsonl")
         self.pack_store(self.work / "heldout", self.work / "own_heldout.jsonl", self.work / "benchmark.jsonl")
 
     def pack_store(self, folder, *files):
@@ -177,17 +161,18 @@ class RealRun:
             script("prepare_data.py", "pack", *files, "--target", self.target, "--output", folder)
 
     def train(self, variant):
-        name, overrides = VARIANTS[variant]
-        store = TokenStore.open(self.work / name)
+        data = self.work / self.arguments.data
+        store = TokenStore.open(data)
         tokens_per_row = -(-int(ROW_DOCUMENTS * store.lengths.mean()) // 128) * 128
         rows = len(pack_rows(store.lengths, tokens_per_row, tokens_per_row, "truncate", 0))
         steps = round(self.arguments.documents * rows / len(store))
-        folder = self.work / "runs" / variant
+        folder = self.run_folder(variant)
         begun_s = time.monotonic()
         script(
-            "train_drafter.py", "--config", REPOSITORY / "launch/presets/smollm2_135m.yaml", f"target.path={self.target}",
-            f"data.path={self.work / name}", f"data.pack_tokens={tokens_per_row}", f"objective.anchors={ROW_DOCUMENTS * ANCHORS}",
-            f"validation.path={self.work / 'heldout'}", f"optim.steps={steps}", f"log.dir={folder}", *overrides, *self.arguments.override,
+            "train_drafter.py", "--config", PRESET, f"target.path={self.target}",
+            f"data.path={data}", f"data.pack_tokens={tokens_per_row}", f"objective.anchors={ROW_DOCUMENTS * ANCHORS}",
+            f"validation.path={self.work / 'heldout'}", f"optim.steps={steps}", f"log.dir={folder}",
+            *VARIANTS[variant], *self.arguments.override,
         )  # fmt: skip
         seconds, records = time.monotonic() - begun_s, read_rows(folder / "metrics.jsonl")
         rates = sorted(record["tokens_per_s"] for record in records if "tokens_per_s" in record)
@@ -243,9 +228,12 @@ class RealRun:
         evaluated = json.loads((self.out / "speed.json").read_text())
         self.report["variants"][variant]["speed"] = {key: evaluated[key] for key in ("prompts", "tokens", "speedup", "lossless", "tau")}
 
+    def run_folder(self, variant):
+        return self.work / "runs" / f"{self.arguments.data}_{variant}"
+
     def evaluation(self, variant, prompts, *more):
         command = [
-            sys.executable, "evaluate_drafter.py", "--drafter", self.work / "runs" / variant / "export/latest", "--target", self.target,
+            sys.executable, "evaluate_drafter.py", "--drafter", self.run_folder(variant) / "export/latest", "--target", self.target,
             "--prompts", f"{prompts}.jsonl", "--json", f"{prompts}.json",
             "--max-new-tokens", self.arguments.new_tokens, *more,
         ]  # fmt: skip
@@ -296,6 +284,7 @@ def parse_arguments(argv):
     parser.add_argument("--out", type=Path, help="folder of report and conversations; default: --work")
     parser.add_argument("--restore", type=Path, help="an --out of before, whose conversations are used")
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
+    parser.add_argument("--data", choices=DATA, default="half_code", help="conversations to train on")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["base"])
     parser.add_argument("--num", type=int, default=8192, help="conversations to train on")
     parser.add_argument("--heldout", type=int, default=256, help="more of them, to evaluate on")
