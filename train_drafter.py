@@ -7,6 +7,7 @@
 Every rank starts here and takes its seat: targets serve (serve_targets.py), drafters train (below).
 """
 
+from contextlib import closing
 from itertools import groupby
 
 from common import config as configuration
@@ -36,21 +37,22 @@ class Trainer:
 
     def run(self):
         """Every step that is left: train, average, validate, log, save. The order of packets is the deal's."""
-        step = start = self.run_files.begin(self.meters)
-        for step, entries in groupby(self.seat.agenda(start), key=lambda entry: entry[0].step):
-            train, validate = _by_kind(entries)
-            self.train_step(step, train)
-            self.meters.add(self.averaging.weights(step))
-            stopping = self.averaging.due(step) and self.run_files.stop_agreed(self.stop.requested)
-            self.validate(step, validate)
-            if step % self.plan.config.log.every == 0 or step == self.plan.deal.steps:
-                self.log(step)
-            if stopping or self.run_files.due(step):
-                self.run_files.save(step, self.meters)
-            if stopping:
-                self.answer_stop(step)
-                break
-        self.run_files.end(step)
+        with closing(self.run_files):
+            step = start = self.run_files.begin(self.meters)
+            for step, entries in groupby(self.seat.agenda(start), key=lambda entry: entry[0].step):
+                train, validate = _by_kind(entries)
+                self.train_step(step, train)
+                self.meters.add(self.averaging.weights(step))
+                stopping = self.averaging.due(step) and self.run_files.stop_agreed(self.stop.requested)
+                self.validate(step, validate)
+                if step % self.plan.config.log.every == 0 or step == self.plan.deal.steps:
+                    self.log(step)
+                if stopping or self.run_files.due(step):
+                    self.run_files.save(step, self.meters)
+                if stopping:
+                    self.answer_stop(step)
+                    break
+            self.run_files.end(step)
 
     def train_step(self, step, entries):
         """One optimiser step over this drafter's packets."""

@@ -221,12 +221,19 @@ class RunDirectory:
         """The checkpoint a run goes on from, or None for a new run.
 
         `resume` is `auto` (the newest valid one), `never`, or a checkpoint folder. A job that its launcher restarted goes on from
-        its own newest checkpoint whatever `resume` says. Where a run goes back, its later checkpoints and exports are set aside.
+        its own newest checkpoint whatever `resume` says, unless it died before it had chosen: then the newest is another job's.
+        Where a run goes back, its later checkpoints and exports are set aside.
         Raises: UserError if the named folder is no valid checkpoint.
         """
-        checkpoint = self.newest_valid() if resume == "auto" or restarted else None
-        if checkpoint or resume == "auto":
-            return checkpoint
+        again = restarted and self._last_launch() == _launch()
+        checkpoint = (self.newest_valid() if again else None) or self._choose(resume)
+        _write_atomically(self.path / ".launch", _launch())
+        return checkpoint
+
+    def _choose(self, resume):
+        if resume == "auto":
+            return self.newest_valid()
+        checkpoint = None
         if resume != "never":
             try:
                 checkpoint = open_checkpoint(resume)
@@ -295,6 +302,10 @@ class RunDirectory:
         except (ValueError, KeyError, TypeError):
             return "which has not said who it is"
 
+    def _last_launch(self):
+        with contextlib.suppress(OSError):
+            return (self.path / ".launch").read_text()
+
     def _set_aside_after(self, step):
         for parent in (self.checkpoints, self.exports):
             for folder in _step_folders(parent):
@@ -313,6 +324,11 @@ class RunDirectory:
         link.unlink(missing_ok=True)
         link.symlink_to(name)
         os.replace(link, self.exports / "latest")
+
+
+def _launch():
+    """What a launch and its restarts have in common: Slurm's job, else the process that starts the ranks."""
+    return os.environ.get("SLURM_JOB_ID") or f"{socket.gethostname()}/{os.getppid()}"
 
 
 def open_checkpoint(folder):

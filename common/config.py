@@ -339,16 +339,17 @@ def validate(config):
         raise UserError(f"topology.timeout_s={config.topology.timeout_s} must be above 0, in seconds")
 
 
-def check_averaging(config, drafters):
-    """With several averaging drafters checkpoints must lie on averaging steps: between them the replicas differ.
+def check_averaging(config, drafters, key):
+    """With several averaging drafters `key`'s steps must be averaging steps: between them the replicas differ.
 
     Raises: UserError naming the nearest valid values.
     """
-    every, sync = config.checkpoint.every, config.sync.every
+    section, name = key.split(".")
+    every, sync = getattr(getattr(config, section), name), config.sync.every
     if drafters > 1 and config.sync.mode == "average" and every % sync:
         low, high = every // sync * sync, (every // sync + 1) * sync
         advice = f"{low} or {high}" if low else f"{high}"
-        raise UserError(f"checkpoint.every={every} is not a multiple of sync.every={sync}: replicas differ between averages; use {advice}")
+        raise UserError(f"{key}={every} is not a multiple of sync.every={sync}: replicas differ between averages; use {advice}")
 
 
 def from_command_line(argv, description):

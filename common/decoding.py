@@ -67,9 +67,9 @@ class DecodingTarget:
             layers[tap].register_forward_hook(lambda _, __, output, i=i: self._take(i, output))
 
     def vocabulary(self, spec):
-        """The model's own embedding and head, scaled and capped as its TargetSpec says; nothing is copied."""
+        """The model's own embedding and head, scaled and capped as its TargetSpec says."""
         embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
-        return Vocabulary(embedding.weight, head.weight, spec.embedding_scale, spec.logit_softcap)
+        return Vocabulary.of(spec, embedding.weight, head.weight)
 
     def _take(self, i, output):
         self.features[i] = (output[0] if isinstance(output, tuple) else output)[0]

@@ -40,7 +40,7 @@ class Meters:
         }
 
     def drain(self, comm):
-        """Sum over all drafters, start anew, and return {name: mean} (a list for vectors, None where nothing was counted)."""
+        """Sum over all drafters, start anew, and return {name: mean} (a list for vectors); None where nothing was counted."""
         names = sorted(self._totals)
         if not names:
             return {}
@@ -50,9 +50,13 @@ class Meters:
             shape = self._totals[name].shape
             sums, counts = flat[at : at + shape.numel()].view(shape)
             at += shape.numel()
-            values[name] = torch.where(counts > 0, sums / counts, float("nan")).tolist()
+            means = [
+                total / count if count > 0 else None
+                for total, count in zip(sums.flatten().tolist(), counts.flatten().tolist(), strict=True)
+            ]
+            values[name] = means if len(shape) > 1 else means[0]
             self._totals[name].zero_()
-        return {name: None if value != value else value for name, value in values.items()}
+        return values
 
 
 class Faults:
@@ -143,7 +147,8 @@ class Log:
         for name, value in record.items():
             if isinstance(value, list):
                 for slot, each in enumerate(value, start=1):
-                    self._board.add_scalar(f"{name}/slot_{slot:02d}", each, record["step"])
+                    if each is not None:
+                        self._board.add_scalar(f"{name}/slot_{slot:02d}", each, record["step"])
             elif isinstance(value, (int, float)) and name != "step":
                 self._board.add_scalar(name, value, record["step"])
         self._board.flush()

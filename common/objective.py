@@ -126,7 +126,8 @@ def loss(hidden_AJD, vocabulary, blocks, config, final_hidden=None, chunk_anchor
     """Weighted loss of all blocks, to be divided by the weights of the whole optimiser step.
 
     Shapes: hidden_AJD [A, J, D]; final_hidden [T, D], the target's hidden states after its norm (every loss but `ce`). Units: nats.
-    Metrics: loss (weighted), nll (plain mean over valid slots), accuracy and accepted (unbroken) [J], tau (1 + accepted, per anchor).
+    Metrics: loss (weighted), nll (plain mean over valid slots), accuracy and accepted (unbroken) [J], tau (1 + accepted, per anchor),
+    empty (share of packets without an anchor).
     """
     labels_AJ, valid_AJ = blocks.labels_AK[:, 1:], blocks.valid_AK[:, 1:]
     teacher = None if config.loss == "ce" else Teacher(final_hidden, _index_before(blocks, labels_AJ, len(final_hidden)))
@@ -144,6 +145,7 @@ def loss(hidden_AJD, vocabulary, blocks, config, final_hidden=None, chunk_anchor
         "accuracy": (correct_AJ.sum(0), valid_J),
         "accepted": (accepted_AJ.sum(0), valid_J),
         "tau": (accepted_A.sum() + kept, kept),
+        "empty": ((kept == 0).float(), torch.ones_like(kept)),
     }
     return Result(loss_sum, weight_sum, metrics, accepted_A)
 

@@ -8,7 +8,7 @@ import torch
 
 from common import config as configuration
 from common import objective, target_files, tokens
-from common.config import UserError
+from common.config import UserError, check_averaging
 from common.drafter_files import DrafterSpec
 from common.head import CHUNK_LOGITS
 from common.packet import PacketShape
@@ -131,6 +131,8 @@ def make(config, job):
     rows = _open_rows(config, config.data.path, folder, target)
     heldout_path = _heldout_path(config)
     heldout = _open_rows(config, heldout_path, folder, target) if heldout_path else None
+    if heldout:
+        check_averaging(config, job.drafters, "validation.every")
     used_ids = np.concatenate([loader.store.used_ids for loader in (rows, heldout) if loader is not None])
     drafter = DrafterSpec.resolve(config.drafter, target, folder, used_ids)
     validation_rows = min(len(heldout), config.validation.rows or len(heldout)) if heldout else 0

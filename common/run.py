@@ -146,8 +146,10 @@ class Run:
         causes = [f"features of packet {number} ({source}) from target {self._target_of(number)}" for source, number in packets.items()]
         deal, limit = self.plan.deal, self.plan.config.optim.max_skipped
         numbers = range((step - 1) * deal.step_packets + self.seat.index, step * deal.step_packets, deal.drafters)
-        cause = " and ".join(causes) or f"loss or gradients of packet {', '.join(map(str, numbers))}"
-        what = f"drafter {self.seat.index} skipped {count} steps, the last was {step}: {cause} not finite"
+        mine = f"loss or gradients of packet {', '.join(map(str, numbers))}"
+        if self.plan.config.sync.mode == "ddp" and deal.drafters > 1:
+            mine = "loss or gradients of some drafter's packet"  # all skip together
+        what = f"drafter {self.seat.index} skipped {count} steps, the last was {step}: {' and '.join(causes) or mine} not finite"
         print(f"WARNING: {what}", file=sys.stderr, flush=True)
         if (row := int(self.learner.optimizer.skipped_in_a_row)) >= limit:
             raise UserError(f"{what}; {row} in a row (optim.max_skipped={limit}): look at the target, or lower optim.lr and start again")
@@ -192,18 +194,21 @@ class Run:
         except CheckpointError as error:
             print(f"WARNING: {what}: {error}. Training goes on; the previous one stays valid.", file=sys.stderr, flush=True)
 
-    def end(self, step):
-        """Close the files and say where everything lies and what to do next."""
-        if not self.first:
-            return
+    def close(self):
+        """Give the run directory back, after an error too: in a notebook the process lives on."""
         if self._log is not None:
             self._log.close()
+        self.directory.unlock()
+
+    def end(self, step):
+        """Say where everything lies and what to do next."""
+        if not self.first:
+            return
         if step < self.plan.deal.steps:
             self.directory.clear_stop()
             print(f"\nstopped after step {step}; start the same command again to go on from the newest checkpoint", flush=True)
         elif not self._ended:
             print(self._last_word(), flush=True)
-        self.directory.unlock()
 
     def _last_word(self):
         folder, target = self.directory.exports / "latest", self.plan.config.target.path

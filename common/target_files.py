@@ -41,6 +41,7 @@ class TargetSpec:
     pad_token_id: int | None
     initializer_range: float
     embedding_scale: float
+    logit_scale: float
     logit_softcap: float | None
     fingerprint: str
 
@@ -103,6 +104,7 @@ def read_spec(folder):
             pad_token_id=_first(config.get("pad_token_id")),
             initializer_range=config.get("initializer_range", 0.02),
             embedding_scale=float(hidden**0.5) if gemma else float(config.get("embedding_multiplier", 1.0)),
+            logit_scale=config.get("logit_scale", 1.0) / config.get("logits_scaling", 1.0),  # Cohere's and Granite's names
             logit_softcap=config.get("final_logit_softcapping"),
             fingerprint=fingerprint(folder),
         )
@@ -155,15 +157,20 @@ class Tensors:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The target's frozen embedding and head.
+    """The target's frozen embedding and head; a scale of the logits is part of the head.
 
-    Shapes: embedding [V, D], head [V, D] (one storage where they are tied).
+    Shapes: embedding [V, D], head [V, D] (one storage where they are tied and nothing is scaled).
     """
 
     embedding: torch.Tensor
     head: torch.Tensor
     scale: float
     softcap: float | None
+
+    @classmethod
+    def of(cls, spec, embedding, head):
+        """The vocabulary of a TargetSpec; nothing is copied unless logits are scaled."""
+        return cls(embedding, head if spec.logit_scale == 1.0 else head * spec.logit_scale, spec.embedding_scale, spec.logit_softcap)
 
     def embed(self, ids):
         """Embeddings of ids, scaled as the target scales them: [...] -> [..., D]."""
@@ -189,7 +196,7 @@ def load_vocabulary(folder, dtype, device):
     embedding = tensors.load(embedding_name, dtype, device)
     head_name = next((n for n in HEAD_NAMES if n in names), None)
     head = embedding if spec.tie_word_embeddings or head_name is None else tensors.load(head_name, dtype, device)
-    return Vocabulary(embedding, head, spec.embedding_scale, spec.logit_softcap)
+    return Vocabulary.of(spec, embedding, head)
 
 
 def read_json(path):

@@ -142,7 +142,7 @@ def join(config, role=DRAFTER):
         raise UserError(f"topology.mode={mode} is one process, but {world} ranks were started: drop topology.mode or start one rank")
     if mode == "processes" and world == 1:
         raise UserError("topology.mode=processes needs several ranks: start with torchrun --nproc_per_node N, or drop topology.mode")
-    if mode == "solo" and role == TARGET:
+    if mode != "processes" and role == TARGET:
         raise UserError("serve_targets.py serves drafters of the same rendezvous: start train_drafter.py there too (launch/split.sh)")
     return {"solo": SoloJob, "threads": ThreadsJob, "processes": ProcessesJob}[mode](config, role)
 
@@ -170,7 +170,7 @@ class _Job:
         return len(self.layout.drafters)
 
     def _check(self):
-        check_averaging(self.config, self.drafters)
+        check_averaging(self.config, self.drafters, "checkpoint.every")
 
 
 class SoloJob(_Job):
@@ -403,7 +403,6 @@ class ProcessesJob(_Job):
                     options.config.max_ctas = ctas
             return dist.new_group([m.rank for m in members], timeout=long, backend=backend, pg_options=options)
 
-        group(self.layout.targets)
         drafters = group(self.layout.drafters)
         pairs = {(t.index, d.index): group((t, d), LINK_CTAS) for t, d in self.layout.pairs()}
         if cuda and not self.staged:

@@ -1,7 +1,8 @@
 """How workers keep an eye on each other, and how a run is asked to stop.
 
 Every process posts a heartbeat; whoever falls silent, or sits in one working phase for longer than `topology.timeout_s`, is named by
-the others, which then end too. Waiting is never a fault, nor is a slow checkpoint: only silence and endless work are.
+the others, which then end too. Waiting is no fault, nor is a slow checkpoint; but when everybody waits for that long, a device or a
+transfer hangs, and the job ends as well.
 """
 
 import json
@@ -13,6 +14,7 @@ import threading
 import time
 
 WORKING = ("capture", "step")  # phases that no healthy worker stays in for long
+PATIENT = ("start", "checkpoint")  # phases that may take any time
 INTERRUPT_GRACE_S = 20.0
 POLL_S = 0.02
 ECHO_S = 2.0  # a terminal's Ctrl-C reaches a worker twice: from the terminal and from torchrun
@@ -46,7 +48,7 @@ class StoreBoard:
 
     def __init__(self, store):
         self._store = store
-        self.now = (0, "start")
+        self.now = (0, 0, "start")  # how many phases were entered, step, phase
 
     def put(self, key, value):
         self._store.set(key, json.dumps(value))
@@ -63,7 +65,7 @@ class StoreBoard:
         return [self.wait(f"{name}/{other}") for other in range(world)]
 
     def phase(self, step, name):
-        self.now = (step, name)
+        self.now = (self.now[0] + 1, step, name)
 
 
 class Watch:
@@ -74,7 +76,7 @@ class Watch:
         self._store = board._store.clone()
         self._names = {m.rank: f"{m.role} {m.index} (rank {m.rank} on {m.host})" for m in (*layout.targets, *layout.drafters)}
         self._interval_s = min(timeout_s / 10, max(0.5, len(self._names) / 32))
-        self._seen = {}  # rank -> (beat, when it changed, (step, phase), when that changed)
+        self._seen = {}  # rank that has not left -> (beat, when it changed, (count, step, phase), when that changed)
         self._left = False
         self._lock = threading.Lock()
         threading.Thread(target=self._run, daemon=True, name="watch").start()
@@ -91,49 +93,60 @@ class Watch:
             time.sleep(self._interval_s)
 
     def _look(self, now):
-        step, phase = self._board.now
-        self._store.set(f"beat/{self._member.rank}", json.dumps([now, step, phase]))
-        stale = [(why, rank) for rank in self._names if rank != self._member.rank and (why := self._overdue(rank, now)) is not None]
-        if stale:
-            (seconds, _), rank = max(stale)
-            self._end(rank, f"no sign of progress for {seconds:.0f} s")
+        self._store.set(f"beat/{self._member.rank}", json.dumps([now, *self._board.now]))
+        for rank in self._names:
+            self._see(rank, now)
+        overdue = [(self._overdue(seen, now), rank) for rank, seen in self._seen.items() if rank != self._member.rank]
+        late = [((seconds, -self._step(rank)), rank) for seconds, rank in overdue if seconds > self._timeout_s]
+        if late:
+            (seconds, _), rank = max(late)
+            self._end(f"{self._names[rank]}: no sign of progress for {seconds:.0f} s, {self._last(rank)}")
+        still = min((self._waited(seen, now) for seen in self._seen.values()), default=0.0)
+        if still > self._timeout_s:
+            ranks = "; ".join(f"{self._names[rank]} {self._last(rank)}" for rank in sorted(self._seen, key=self._step)[:8])
+            self._end(f"all ranks have waited for each other for {still:.0f} s, so a device or a transfer hangs: {ranks}")
 
-    def _overdue(self, rank, now):
-        """(seconds, last step) of a rank that is silent or stuck for longer than the timeout, else None."""
+    def _see(self, rank, now):
         beat = self._read(f"beat/{rank}")
-        if beat is not None and beat[2] == "left":
-            return None
-        last_beat, since, last_phase, phase_since = self._seen.get(rank, (None, now, None, now))
+        if beat is not None and beat[3] == "left":
+            self._seen.pop(rank, None)
+            return
+        last_beat, since, phase, phase_since = self._seen.get(rank, (None, now, None, now))
         if beat is not None and beat[0] != last_beat:
             last_beat, since = beat[0], now
-        phase = tuple(beat[1:]) if beat else None
-        if phase != last_phase:
-            last_phase, phase_since = phase, now
-        self._seen[rank] = (last_beat, since, last_phase, phase_since)
-        silent = now - since
-        stuck = now - phase_since if phase and phase[1] in WORKING else 0.0
-        longest = max(silent, stuck)
-        return (longest, -(phase[0] if phase else 0)) if longest > self._timeout_s else None
+        if beat is not None and beat[1:] != phase:
+            phase, phase_since = beat[1:], now
+        self._seen[rank] = (last_beat, since, phase, phase_since)
+
+    def _overdue(self, seen, now):
+        """Seconds of silence or in one working phase."""
+        _, since, phase, phase_since = seen
+        return max(now - since, now - phase_since if phase and phase[2] in WORKING else 0.0)
+
+    def _waited(self, seen, now):
+        """Seconds in one phase that must not take for ever."""
+        _, _, phase, phase_since = seen
+        return now - phase_since if phase and phase[2] not in PATIENT else 0.0
+
+    def _step(self, rank):
+        phase = self._seen[rank][2]
+        return phase[1] if phase else 0
 
     def _read(self, key):
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def _last(self, rank):
-        _, _, phase, _ = self._seen.get(rank, (None, 0, None, 0))
-        return f"last seen at step {phase[0]} in {phase[1]}" if phase else "never seen"
+        phase = self._seen[rank][2] if rank in self._seen else None
+        return f"last seen at step {phase[1]} in {phase[2]}" if phase else "never seen"
 
-    def _end(self, rank, what):
-        print(
-            f"error: {self._names[rank]}: {what}, {self._last(rank)}. This is {self._names[self._member.rank]}, ending too.",
-            file=sys.stderr,
-            flush=True,
-        )
+    def _end(self, what):
+        print(f"error: {what}. This is {self._names[self._member.rank]}, ending too.", file=sys.stderr, flush=True)
         os._exit(1)
 
     def leave(self):
         with self._lock:
             self._left = True
-            self._store.set(f"beat/{self._member.rank}", json.dumps([0, self._board.now[0], "left"]))
+            self._store.set(f"beat/{self._member.rank}", json.dumps([0, 0, 0, "left"]))
 
     def explain(self, error, lost_connection):
         """Say whose fault it is: ours (a note for the others is left), or a rank's that died; then end the process if it is another's."""
@@ -151,12 +164,12 @@ class Watch:
                 for rank in self._names:
                     fault = self._read(f"fault/{rank}")
                     if fault is not None:
-                        self._end(rank, fault)
+                        self._end(f"{self._names[rank]}: {fault}, {self._last(rank)}")
                 now = time.monotonic()
-                silent = {rank: now - seen[1] for rank, seen in self._seen.items() if seen[2] is None or seen[2][1] != "left"}
+                silent = {rank: now - seen[1] for rank, seen in self._seen.items() if rank != self._member.rank}
                 rank = max(silent, key=silent.get, default=None)
                 if rank is not None and silent[rank] > 4 * self._interval_s:
-                    self._end(rank, f"died or fell silent {silent[rank]:.0f} s ago")
+                    self._end(f"{self._names[rank]}: died or fell silent {silent[rank]:.0f} s ago, {self._last(rank)}")
 
 
 class StopRequest:

@@ -79,12 +79,12 @@ def test_several_ranks(tiny_preset, tmp_path, mistake):
         assert word in output
 
 
-def test_checkpoints_between_averagings_are_refused(tiny_preset, tmp_path):
-    """A checkpoint of replicas that differ could not be resumed exactly."""
-    output = output_of(
-        ["--config", tiny_preset, f"log.dir={tmp_path}/run", "topology.drafters=2", "sync.every=3", "checkpoint.every=7"], ranks=3
-    )
-    assert "checkpoint.every=7 is not a multiple of sync.every=3" in output and "use 6 or 9" in output
+@pytest.mark.parametrize(("key", "other"), [("checkpoint.every", "validation.every"), ("validation.every", "checkpoint.every")])
+def test_checkpoints_and_validation_between_averagings_are_refused(tiny_preset, tiny_heldout, tmp_path, key, other):
+    """A checkpoint of replicas that differ could not be resumed exactly, and a walk tau of them would be nobody's."""
+    overrides = (f"log.dir={tmp_path}/run", f"validation.path={tiny_heldout}", "topology.drafters=2", "sync.every=3", f"{other}=6")
+    output = output_of(["--config", tiny_preset, *overrides, f"{key}=7"], ranks=3)
+    assert f"{key}=7 is not a multiple of sync.every=3" in output and "use 6 or 9" in output
 
 
 def _other_seed(rank):

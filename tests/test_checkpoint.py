@@ -179,6 +179,28 @@ def test_going_back_sets_the_later_future_aside(run, said):
     assert run.resume_point("never") is None and run.newest_valid() is None
 
 
+def test_a_launch_that_died_before_it_chose_still_obeys_resume_when_restarted(run, monkeypatch):
+    """Else `never` goes on from the run of somebody else, because the first attempt ran out of memory while loading."""
+    save(run, 100)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert run.resume_point("auto").step == 100
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    assert run.resume_point("never", restarted=True) is None
+    save(run, 50)
+    assert run.resume_point("never", restarted=True).step == 50
+
+
+def test_a_restart_before_the_first_checkpoint_goes_on_from_the_named_one_again(run, tmp_path):
+    other = RunDirectory(tmp_path / "other")
+    other.lock()
+    named = save(other, 100)
+    assert run.resume_point(str(named)).step == 100
+    assert run.resume_point(str(named), restarted=True).step == 100
+    save(run, 150)
+    assert run.resume_point(str(named), restarted=True).step == 150
+    other.unlock()
+
+
 def test_resuming_from_a_folder_that_is_no_checkpoint_is_refused(run, tmp_path):
     with pytest.raises(UserError, match=r"checkpoint\.resume=.*has no readable state\.json.*step_00000500"):
         run.resume_point(str(tmp_path / "nowhere"))

@@ -22,7 +22,7 @@ def preset(tiny_target, tiny_store, tiny_heldout, tmp_path):
         "optim": {"lr": 1e-3, "steps": 12},
         "sync": {"every": 4},
         "checkpoint": {"every": 4},
-        "validation": {"path": str(tiny_heldout), "every": 6},
+        "validation": {"path": str(tiny_heldout), "every": 8},
         "log": {"every": 1, "tensorboard": False},
         "topology": {"timeout_s": 60},
     }
@@ -56,6 +56,17 @@ def test_one_drafter_learns_the_same_in_every_mode(preset, tmp_path):
     done = torchrun("train_drafter.py", "--config", preset, f"log.dir={tmp_path / 'torchrun'}", ranks=3)
     assert done.returncode == 0, done.stderr[-4000:]
     assert records(tmp_path / "torchrun") == alone
+
+
+@pytest.mark.parametrize("mode", ["solo", "threads"])
+def test_a_job_that_failed_gives_its_run_directory_back(preset, tmp_path, monkeypatch, mode):
+    """A notebook keeps the traceback, and with it the job: the next try must not be refused by its own process."""
+    mode = (f"topology.mode={mode}",)
+    with monkeypatch.context() as patch:
+        patch.setattr(train_drafter.Trainer, "train_step", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError) as kept:
+            solo(preset, tmp_path, *mode)
+    assert solo(preset, tmp_path, *mode) and kept.traceback
 
 
 def test_two_drafters_agree_in_threads_and_processes_and_are_equal_after_an_averaging(preset, tmp_path):

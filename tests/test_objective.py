@@ -67,6 +67,7 @@ def test_a_row_without_a_candidate_has_no_weight_and_no_nan():
     result = objective.loss(hidden, random_vocabulary(), blocks, ObjectiveConfig())
     result.loss_sum.backward()
     assert result.loss_sum == 0 and result.weight_sum == 0 and not hidden.grad.any()
+    assert result.metrics.pop("empty") == (1, 1), "badly masked data must show"
     assert all(count.sum() == 0 for _, count in result.metrics.values())
 
 

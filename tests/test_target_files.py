@@ -5,7 +5,15 @@ import json
 import pytest
 import torch
 from conftest import build_target
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+)
 
 from common import target_files
 from common.config import UserError
@@ -30,6 +38,30 @@ def test_gemma_scales_its_embedding_and_caps_its_logits(tmp_path):
         head_dim=16, final_logit_softcapping=5.0, max_position_embeddings=64,
     )  # fmt: skip
     Gemma2ForCausalLM(config).save_pretrained(tmp_path)
+    _check_vocabulary(tmp_path)
+
+
+SMALL = dict(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+    max_position_embeddings=64,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: GraniteForCausalLM(GraniteConfig(**SMALL, embedding_multiplier=3.0, logits_scaling=8.0)),
+        lambda: CohereForCausalLM(CohereConfig(**SMALL, logit_scale=0.25)),
+    ],
+    ids=["granite", "cohere"],
+)
+def test_scaled_logits_are_the_targets_own(tmp_path, model):
+    """Forgotten, `kl` teaches a distribution that is eight times as sharp as the target's."""
+    model().save_pretrained(tmp_path)
+    _check_vocabulary(tmp_path)
+
+
+def _check_vocabulary(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     vocabulary = target_files.load_vocabulary(tmp_path, torch.float32, "cpu")
     ids = torch.tensor([[1, 2, 3]])
