@@ -16,11 +16,11 @@ from tqdm import tqdm
 
 from common.acceptance import mean_tau, prompt_lookup, ratio, summarize, table
 from common.chat import Chat, load_tokenizer
-from common.config import UserError, digest, json_object, positive, run_script
+from common.config import UserError, check_output, digest, json_object, positive, run_script
 from common.conversation_file import is_loop
 from common.decoding import BlockDrafter, Chooser, decode, first_difference, load_drafter, load_target, speculate
 from common.prompts import read_prompts
-from common.target_files import read_json, read_spec, resolve
+from common.target_files import open_device, read_json, read_spec, resolve
 
 
 def main(argv):
@@ -45,16 +45,12 @@ def main(argv):
     }  # fmt: skip
     print(table(report))
     if arguments.json:
-        Path(arguments.json).parent.mkdir(parents=True, exist_ok=True)
         Path(arguments.json).write_text(json.dumps(report, indent=1) + "\n")
 
 
 def load(arguments, folder, spec):
     """The target, a proposer for each tree budget (or one for chains), and their block size."""
-    try:
-        device = torch.empty(0, device=arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")).device
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--device {arguments.device}: {str(error).splitlines()[0]}; use cpu, or a device that is there") from None
+    device = open_device(arguments.device)
     trained_on = read_json(Path(arguments.drafter) / "config.json").get("dflash_config", {}).get("feature_dtype", "bfloat16")
     dtype = getattr(torch, arguments.dtype or trained_on)
     drafter = load_drafter(arguments.drafter, dtype, device)
@@ -112,7 +108,7 @@ def parse_arguments(argv):
     parser.add_argument("--mode", choices=("chain", "tree"), default="chain")
     parser.add_argument("--tree-budget", type=positives, metavar="N,N,...", help="nodes of a tree (64); the last leads the report")
     parser.add_argument("--temperature", type=temperature, default=0.0, help="0: greedy")
-    parser.add_argument("--block-size", type=int, help="slots, at most those of the trained block, the default")
+    parser.add_argument("--block-size", type=positive, help="slots, at most those of the trained block, the default")
     parser.add_argument("--limit", type=positive, help="number of prompts")
     parser.add_argument("--max-new-tokens", type=positive, default=256)
     parser.add_argument("--chat-template-kwargs", type=json_object, default={}, help="JSON, e.g. '{\"enable_thinking\": false}'")
@@ -123,6 +119,8 @@ def parse_arguments(argv):
     arguments = parser.parse_args(argv)
     if arguments.tree_budget and arguments.mode == "chain":
         parser.error("--tree-budget is for --mode tree")
+    if arguments.json:
+        check_output("--json", arguments.json)  # before minutes of work, not after
     return arguments
 
 

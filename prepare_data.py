@@ -35,7 +35,7 @@ def add_synthesize(commands):
 
 
 def run_synthesize(arguments):
-    print(json.dumps(open_job(arguments).synthesize(arguments.num, arguments.turns, arguments.topics)))
+    print(json.dumps(open_job(arguments).synthesize(arguments.num)))
 
 
 def add_regenerate(commands):
@@ -44,7 +44,7 @@ def add_regenerate(commands):
 
 
 def run_regenerate(arguments):
-    print(json.dumps(open_job(arguments).regenerate(arguments.input)))
+    print(json.dumps(open_job(arguments).regenerate()))
 
 
 def add_writing(commands, name, run, purpose):
@@ -69,8 +69,7 @@ def add_writing(commands, name, run, purpose):
 def open_job(arguments):
     from common.writer import Job
 
-    what = ("run", "num", "turns", "topics", "input")
-    return Job.open(**{name: value for name, value in vars(arguments).items() if name not in what})
+    return Job.open(**{name: value for name, value in vars(arguments).items() if name not in ("run", "num")})
 
 
 def add_convert(commands):
@@ -141,7 +140,7 @@ def run_inspect(arguments):
 
 
 def json_file(text):
-    if text.endswith((".jsonl", ".gz")) or not Path(text).parent.is_dir():  # an input behind the flag would be overwritten
+    if text.endswith((".jsonl", ".gz")) or Path(text).is_dir() or not Path(text).parent.is_dir():  # an input behind the flag would be lost
         raise ValueError
     return text
 

@@ -58,6 +58,8 @@ def main(arguments):
     parser.add_argument("--limit", type=int, default=8, help="prompts")
     parser.add_argument("--new-tokens", type=int, default=128)
     asked = parser.parse_args(arguments)
+    if len({bool(asked.target), bool(asked.drafter), bool(asked.prompts)}) > 1:
+        parser.error("--target, --drafter and --prompts go together")
     device = measure.device_of(asked.tiny)
     dtype = torch.float32 if asked.tiny else torch.bfloat16
     target, drafter, vocabulary, prompts, stop = real(asked, device, dtype) if asked.target else random(asked.tiny, device, dtype)

@@ -119,8 +119,7 @@ class RealRun:
         for name in self.files:
             factor, with_topics = FILES[name]
             number, output, begun_s = a.num * factor + a.heldout, self.work / f"{name}.jsonl", time.monotonic()
-            kept = [a.restore / f"{n}.jsonl.gz" for n in (name, "own") if a.restore and FILES[n][1] == with_topics]
-            if not output.exists() and (found := next(filter(Path.exists, kept), None)):  # more of the same begin with the same
+            if not output.exists() and a.restore and (found := a.restore / f"{name}.jsonl.gz").exists():
                 with gzip.open(found) as packed, open(output, "wb") as plain:
                     shutil.copyfileobj(packed, plain)
             before = count_lines(output)
@@ -298,7 +297,11 @@ def parse_arguments(argv):
     parser.add_argument("--shards", type=int, default=8, help="processes that evaluate side by side")
     parser.add_argument("--limit", type=int, help="prompts of each kind")
     parser.add_argument("--override", nargs="*", default=[], metavar="section.key=value", help="for train_drafter.py")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    for path in [arguments.prompts, *(arguments.gguf or [])]:
+        if not path.is_file():
+            parser.error(f"{path}: no such file")
+    return arguments
 
 
 if __name__ == "__main__":

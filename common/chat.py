@@ -268,7 +268,11 @@ def read_lines(path):
     name, number = Path(path).name, 0
     source = "stdin" if path == "-" else name.removesuffix(".gz").removesuffix(".jsonl").removesuffix(".json")
     opener = gzip.open if name.endswith(".gz") else open
-    with nullcontext(sys.stdin.buffer) if path == "-" else opener(path, "rb") as stream:
+    try:
+        stream = sys.stdin.buffer if path == "-" else opener(path, "rb")
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror})") from None
+    with nullcontext() if path == "-" else stream:
         try:
             for number, line in enumerate(stream, 1):
                 yield f"{path}:{number}", source, line
@@ -291,8 +295,8 @@ def parse(line):
 def pack(inputs, target, output, max_tokens=None, heldout=0, heldout_output=None, chat_template_kwargs=None, seed=0):
     """Write a token store of the conversations in `inputs`, and a second one of `heldout` of them. Returns what was counted.
 
-    Which documents are held out depends on `seed` and their own tokens only, so copies of one document stay on one side.
-    Raises: UserError if nothing is usable, with the reasons.
+    Which documents are held out depends on `seed` and their own tokens only, so copies of one document stay on one side: held out,
+    they count as one. Raises: UserError if nothing is usable, with the reasons.
     """
     for path in inputs:
         if path != "-" and not Path(path).is_file():
@@ -311,7 +315,10 @@ def pack(inputs, target, output, max_tokens=None, heldout=0, heldout_output=None
         "pack": counts | {"rejects": rejects},
     }
     folders = [output, heldout_output or f"{str(output).rstrip('/')}-heldout"] if heldout else [output]
-    apart = []  # a heap of the documents held out so far, the one with the largest key first
+    places = [Path(folder).resolve() for folder in folders]
+    if any(a == b or a in b.parents for a, b in itertools.permutations(places, 2)):
+        raise UserError(f"--output {output} and --heldout-output {folders[1]} lie in each other: name two folders side by side")
+    apart, keys = {}, []  # documents held out so far by key, and a heap of their keys, the largest first
     with ExitStack() as stack:
         stores = [stack.enter_context(StoreWriter(folder, meta)) for folder in folders]
         for place, source, document in _documents(chat, inputs):
@@ -325,15 +332,20 @@ def pack(inputs, target, output, max_tokens=None, heldout=0, heldout_output=None
             counts["accepted"] += 1
             counts["truncated"] += len(ids) < len(document[0])
             key = hashlib.blake2b(ids.tobytes(), digest_size=8, key=b"%d" % seed).digest()
-            heapq.heappush(apart, (-int.from_bytes(key), counts["lines"], ids, mask, source))
-            if len(apart) > heldout:
-                stores[0].add(*heapq.heappop(apart)[2:])
+            key = -int.from_bytes(key)
+            if key not in apart:
+                heapq.heappush(keys, key)
+            apart.setdefault(key, []).append((ids, mask, source))
+            if len(keys) > heldout:
+                for one in apart.pop(heapq.heappop(keys)):
+                    stores[0].add(*one)
         if not counts["accepted"]:
             raise UserError(f"none of {counts['lines']} lines is usable: {'; '.join(_describe_rejects(rejects)) or 'the input is empty'}")
-        if counts["accepted"] <= heldout:
+        if counts["accepted"] == sum(map(len, apart.values())):
             raise UserError(f"--heldout {heldout} leaves none of {counts['accepted']} usable documents to train on; hold out fewer")
-        for _, _, *document in sorted(apart, reverse=True):
-            stores[1].add(*document)
+        for key in sorted(apart, reverse=True):
+            for one in apart[key]:
+                stores[1].add(*one)
         meta["pack"] |= counts
     written = [{"folder": str(f)} | {k: TokenStore.open(f).meta[k] for k in ("documents", "tokens", "supervised_tokens")} for f in folders]
     return written[0] | {"heldout": written[1] if heldout else None} | meta["pack"]

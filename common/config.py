@@ -376,13 +376,27 @@ def positive(text):
     return int(text)
 
 
+def check_output(flag, path):
+    """Make the folder of a file that will be written; raises UserError if it cannot be."""
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "ab"):
+            pass
+    except OSError as error:
+        raise UserError(f"{flag} {path} cannot be written ({error.strerror}); name another file") from None
+
+
 def run_script(main):
-    """Call main(argv) and exit: UserError becomes one line on stderr and code 2."""
+    """Call main(argv) and exit: UserError becomes one line on stderr and code 2, Ctrl-C code 130."""
     try:
         sys.exit(main(sys.argv[1:]))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr, flush=True)
+        sys.exit(130)
 
 
 def _apply_override(tree, override):

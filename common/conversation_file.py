@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 from common.chat import Rejected
-from common.config import UserError, differences
+from common.config import UserError, check_output, differences
 
 FLAWS = ("empty", "cut", "loop", "duplicate")
 
@@ -17,13 +17,12 @@ class ConversationFile:
 
     Rows are appended and fsynced as they come. Opened again it cuts off a torn last line and knows the ids that are there.
 
-    Raises: UserError if FILE was begun with other settings.
+    Raises: UserError if FILE was begun with other settings, or by somebody else.
     """
 
     def __init__(self, path, settings, tokenizer, keep=()):
         self.path, self.tokenizer, self.keep = Path(path), tokenizer, set(keep)
         self.rejected, self.errors, marker = (Path(f"{path}.{kind}") for kind in ("rejected.jsonl", "errors.jsonl", "settings.json"))
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         self._begin(marker, settings)
         kept, rejected = recover(self.path), recover(self.rejected)
         self.errors.unlink(missing_ok=True)  # they are tried again
@@ -32,11 +31,21 @@ class ConversationFile:
         self.counts = Counter(row["rejected"] for row in rejected)
 
     def _begin(self, marker, settings):
-        if not self.path.exists():
+        if self.path.suffix == ".gz":
+            raise UserError(f"--output {self.path}: rows are appended as plain text; compress the file when it is done")
+        existed = self.path.exists()
+        check_output("--output", self.path)
+        if not existed or not (marker.exists() or self.path.stat().st_size):
             self.rejected.unlink(missing_ok=True)
             marker.write_text(json.dumps(settings, indent=1) + "\n")
-            self.path.touch()
-        elif marker.exists() and (changed := differences(json.loads(marker.read_text()), json.loads(json.dumps(settings)))):
+            return
+        if not marker.exists():
+            raise UserError(f"--output {self.path} exists and was not begun by this command; choose another --output")
+        try:
+            begun_with = json.loads(marker.read_text())
+        except ValueError:
+            raise UserError(f"{marker} is damaged: choose another --output, or delete {self.path} and it") from None
+        if changed := differences(begun_with, json.loads(json.dumps(settings))):
             listed = ", ".join(f"{key} was {old!r}, is {new!r}" for key, (old, new) in changed.items())
             raise UserError(f"--output {self.path} was begun with other settings ({listed}); use those, or another --output")
 

@@ -5,6 +5,7 @@ the drafter's fused projections. Source: DFlash (arXiv 2602.06036).
 """
 
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -306,40 +307,57 @@ def read_exported_config(folder):
 
     Raises: UserError if a field is missing or the drafter has a vocabulary of its own.
     """
-    config = read_json(Path(folder) / "config.json")
-    inner = config.get("dflash_config") or {}
+    path = Path(folder) / "config.json"
+    config = read_json(path)
+    inner, rope = (_objects(path, config, key) for key in ("dflash_config", "rope_parameters"))
     if config.get("draft_vocab_size", config.get("vocab_size")) != config.get("vocab_size"):
         raise UserError(OWN_VOCABULARY.format(folder=folder, what="draft_vocab_size"))
+    number = functools.partial(_number, path)
     try:
-        layers, depth = config["num_hidden_layers"], config["num_target_layers"]
-        rope = config.get("rope_parameters") or {"rope_theta": config["rope_theta"], **(config.get("rope_scaling") or {})}
+        layers, depth = number(config, "num_hidden_layers"), number(config, "num_target_layers")
+        rope = rope or {"rope_theta": config["rope_theta"], **_objects(path, config, "rope_scaling")}
         scaling = {k: v for k, v in rope.items() if k != "rope_theta"}
         eos = config.get("eos_token_id")
         return DrafterSpec(
-            hidden_size=config["hidden_size"],
-            intermediate_size=config["intermediate_size"],
+            hidden_size=number(config, "hidden_size"),
+            intermediate_size=number(config, "intermediate_size"),
             layers=layers,
-            heads=config["num_attention_heads"],
-            kv_heads=config["num_key_value_heads"],
-            head_dim=config["head_dim"],
+            heads=number(config, "num_attention_heads"),
+            kv_heads=number(config, "num_key_value_heads"),
+            head_dim=number(config, "head_dim"),
             layer_types=tuple(config.get("layer_types") or [FULL] * layers),
-            window=config.get("sliding_window"),
-            block_size=inner.get("block_size") or config["block_size"],
-            mask_token_id=inner["mask_token_id"],
+            window=config.get("sliding_window") and number(config, "sliding_window"),
+            block_size=number(inner if inner.get("block_size") else config, "block_size"),
+            mask_token_id=number(inner, "mask_token_id", least=0),
             taps=tuple(inner.get("target_layer_ids") or auto_taps(layers, depth)),
             target_layers=depth,
-            vocab_size=config["vocab_size"],
-            rms_norm_eps=config["rms_norm_eps"],
-            rope_theta=float(rope["rope_theta"]),
+            vocab_size=number(config, "vocab_size"),
+            rms_norm_eps=number(config, "rms_norm_eps", float),
+            rope_theta=number(rope, "rope_theta", float),
             rope_scaling=None if _rope_kind(scaling) == "default" else scaling,
-            max_position_embeddings=config["max_position_embeddings"],
+            max_position_embeddings=number(config, "max_position_embeddings"),
             attention_bias=bool(config.get("attention_bias", False)),
             initializer_range=config.get("initializer_range", 0.02),
             bos_token_id=config.get("bos_token_id"),
             eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
         )
     except KeyError as missing:
-        raise UserError(f"{Path(folder) / 'config.json'} lacks {missing}: this is no exported block drafter") from None
+        raise UserError(f"{path} lacks {missing}: this is no exported block drafter") from None
+
+
+def _objects(path, config, key):
+    value = config.get(key) or {}
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: {key}={value!r} must be a JSON object")
+    return value
+
+
+def _number(path, config, key, kind=int, least=1):
+    """A number of a config: whole and at least `least`, or for `float` any above 0."""
+    value = config[key]
+    if isinstance(value, bool) or not isinstance(value, (int, kind)) or not (value > 0 if kind is float else value >= least):
+        raise UserError(f"{path}: {key}={value!r} must be a {'number above 0' if kind is float else f'whole number from {least}'}")
+    return kind(value)
 
 
 def load_exported(folder):
@@ -399,7 +417,9 @@ def check(folder, target):
         errors.append(
             f"block_size is {config['block_size']} at top level and {inner['block_size']} in dflash_config: engines read one or the other"
         )
-    if "DFlashDraftModel" not in config.get("architectures", []):
+    if config.get("model_type") != "qwen3":
+        errors.append(f"model_type={config.get('model_type')!r} must be 'qwen3': transformers chooses the config's class by it")
+    if "DFlashDraftModel" not in (config.get("architectures") or []):
         errors.append(f"architectures={config.get('architectures')} must be ['DFlashDraftModel']: vLLM and SGLang choose the class by it")
     if config.get("hidden_act", "silu") != "silu":
         errors.append(f"hidden_act={config['hidden_act']}: the drafter's MLP is a SwiGLU; SGLang refuses anything but silu")

@@ -199,11 +199,27 @@ def load_vocabulary(folder, dtype, device):
     return Vocabulary.of(spec, embedding, head)
 
 
+def open_device(name=None):
+    """The torch device of a name, or the CUDA device if there is one, else the CPU.
+
+    Raises: UserError if it is not there.
+    """
+    try:
+        device = torch.empty(0, device=name or ("cuda" if torch.cuda.is_available() else "cpu")).device
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"--device {name}: {str(error).splitlines()[0]}; use cpu, or a device that is there") from None
+    if device.type == "meta":
+        raise UserError("--device meta holds no numbers; use cpu, or a device that is there")
+    return device
+
+
 def read_json(path):
     try:
         value = json.loads(Path(path).read_text())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{path}: no such file; a model folder holds config.json beside its safetensors") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror})") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(value, dict):

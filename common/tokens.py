@@ -38,6 +38,9 @@ def vocabulary_digest(tokenizer_json):
     return digest(json.loads(tokenizer_json)["model"]["vocab"])
 
 
+STORE_FILES = {"meta.json", "tokens.bin", "mask.bin", "offsets.bin", "sources.bin"}
+
+
 class _File:
     """A file that knows the hash of what was written, and is on the disk once it is closed."""
 
@@ -63,8 +66,8 @@ class StoreWriter:
 
     def __init__(self, folder, meta):
         self.folder, self.meta = Path(folder).resolve(), meta
-        if self.folder.exists() and not (self.folder / "meta.json").is_file() and (self.folder.is_file() or any(self.folder.iterdir())):
-            raise UserError(f"{folder} exists and is not a token store: it will not be overwritten; name another folder")
+        if self.folder.exists() and not _may_be_replaced(self.folder):
+            raise UserError(f"{folder} exists and is not (only) a token store: it will not be overwritten; name another folder")
         self.temporary = self.folder.with_name(f".{self.folder.name}.{os.getpid()}.partial")
         shutil.rmtree(self.temporary, ignore_errors=True)
         try:
@@ -124,6 +127,12 @@ class StoreWriter:
             self.close()
         else:
             shutil.rmtree(self.temporary, ignore_errors=True)
+
+
+def _may_be_replaced(folder):
+    """Whether a folder is empty, or a token store and nothing else."""
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else {"a file"}
+    return not names or ("meta.json" in names and names <= STORE_FILES)
 
 
 class TokenStore:

@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from common.chat import PROBE, Chat, Rejected, conversation, load_tokenizer, parse, read_lines
 from common.config import UserError
 from common.conversation_file import ConversationFile
-from common.target_files import read_spec, resolve
+from common.target_files import open_device, read_spec, resolve
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Sampling:
     max_tokens: int
 
     def __post_init__(self):
-        if self.temperature < 0 or not 0 < self.top_p <= 1:
+        if not (0 <= self.temperature < float("inf") and 0 < self.top_p <= 1):
             raise UserError(f"--temperature {self.temperature} must be 0 or more, --top-p {self.top_p} above 0 and at most 1")
 
 
@@ -142,7 +142,7 @@ class LocalEngine:
 
     def __init__(self, folder, tokenizer, pad_id, batch_size, device=None):
         self.tokenizer, self.pad_id, self.batch_size = tokenizer, pad_id, batch_size
-        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.device = open_device(device)
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         model.generation_config = GenerationConfig()  # the folder's own penalties and top-k would bend the target's distribution
@@ -274,6 +274,8 @@ class ServerEngine:
             request, outcome = advance(dialogue, reply)
             if request is None:
                 return row_id, outcome
+            if self.stopping.is_set():
+                return row_id, Rejected("stopped")
             try:
                 reply = self.write(request)
             except Rejected as error:
@@ -335,51 +337,64 @@ class Job:
     engine: object
     script: Script
     output: ConversationFile
+    turns: int
+    topics: str | None
+    input: str | None
 
     @classmethod
     def open(cls, target, output, answers, temperature, top_p, max_tokens, keep, chat_template_kwargs, seed, server, concurrency,
-             batch_size, device, max_user_tokens=None, system=None):  # fmt: skip
+             batch_size, device, max_user_tokens=None, system=None, turns=1, topics=None, input=None):  # fmt: skip
         """Everything is checked before the weights are loaded."""
+        for flag, path in (("--topics", topics), ("--input", input)):
+            if path is not None and not Path(path).is_file():
+                raise UserError(f"{flag} {path}: no such file")
         folder = resolve(target)
         chat, spec = Chat(load_tokenizer(folder), chat_template_kwargs), read_spec(folder)
         if not spec.eos_token_ids:
             raise UserError(
                 f"--target {target}: neither config.json nor generation_config.json names the token that ends a turn (eos_token_id)"
             )
+        if max_tokens >= spec.max_position_embeddings:
+            raise UserError(
+                f"--max-tokens {max_tokens} leaves no room for a prompt: this target has {spec.max_position_embeddings} positions"
+            )
         answer = Sampling(*((temperature, top_p) if answers == "sampled" else (0.0, 1.0)), max_tokens)
         question = Sampling(temperature, top_p, max_user_tokens) if max_user_tokens else None
         settings = {
             "target": spec.fingerprint, "seed": seed, "answer": asdict(answer), "question": question and asdict(question), "system": system,
             "chat_template_kwargs": chat_template_kwargs, "keep": sorted(keep),
+            "turns": turns, "topics": _digest(topics), "input": _digest(input),
         }  # fmt: skip
         opened = ConversationFile(output, settings, chat.tokenizer, keep)
         if server:
             engine = ServerEngine(server, chat.tokenizer, concurrency)
         else:
             engine = LocalEngine(folder, chat.tokenizer, spec.eos_token_ids[0], batch_size, device)
-        return cls(engine, Script(chat, spec, seed, answer, question, system), opened)
+        return cls(engine, Script(chat, spec, seed, answer, question, system), opened, turns, topics, input)
 
-    def synthesize(self, num, turns=1, topics=None):
+    def synthesize(self, num):
         """Have the target write until `num` conversations are kept; for those that the filters reject others follow under further ids.
 
-        Raises: UserError when a whole round is rejected.
+        Raises: UserError when none of 32 or more in a row is kept.
         """
-        begun, output = 0, self.output
-        topics = _topics(topics) if topics else [None]
+        begun, useless, output = 0, 0, self.output
+        topics = _topics(self.topics) if self.topics else [None]
         while (missing := num - sum(f"{i:08d}" in output.kept for i in range(begun))) > 0:
             ids = [f"{i:08d}" for i in range(begun, begun + missing)]
             about = [topics[i % len(topics)] for i in range(begun, begun + missing)]
-            self._run([(i, self.script.synthesize(i, turns, topic)) for i, topic in zip(ids, about, strict=True)])
-            if output.kept.isdisjoint(ids):
-                raise UserError(f"none of {missing} conversations is usable ({output.summary()}): see {output.path}.*; --keep may help")
+            self._run([(i, self.script.synthesize(i, self.turns, topic)) for i, topic in zip(ids, about, strict=True)])
+            useless = useless + missing if output.kept.isdisjoint(ids) else 0
+            if useless >= 32:
+                raise UserError(f"none of {useless} conversations is usable ({output.summary()}): see {output.path}.*; --keep may help")
             begun += missing
         return output.summary()
 
-    def regenerate(self, path):
-        """Answer the users' turns of a JSONL file's conversations anew."""
-        given = []
-        if not Path(path).is_file():
-            raise UserError(f"--input {path}: no such file")
+    def regenerate(self):
+        """Answer the users' turns of the input's conversations anew.
+
+        Raises: UserError when nothing is kept.
+        """
+        given, path = [], self.input
         for number, (_, _, line) in enumerate(read_lines(path), 1):
             row = parse(line)
             row_id = str(row.get("id", number)) if isinstance(row, dict) else str(number)
@@ -391,6 +406,8 @@ class Job:
         if len({row_id for row_id, _ in given}) < len(given):
             raise UserError(f"--input {path}: ids occur twice; give each conversation an `id` of its own, or none")
         self._run([(row_id, self.script.regenerate(row_id, messages)) for row_id, messages in given])
+        if not self.output.kept:
+            raise UserError(f"--input {path}: no conversation is usable ({self.output.summary()}): see {self.output.path}.*")
         return self.output.summary()
 
     def _run(self, jobs):
@@ -403,10 +420,12 @@ class Job:
                 bar.update(len(outcomes))
 
 
+def _digest(path):
+    return path and hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
+
+
 def _topics(path):
-    if not Path(path).is_file():
-        raise UserError(f"--topics {path}: no such file; it holds a topic a line")
-    topics = [line.strip() for line in Path(path).read_text().splitlines() if line.strip()]
+    topics = [line.strip() for line in Path(path).read_text(errors="replace").splitlines() if line.strip()]
     if not topics:
         raise UserError(f"--topics {path} is empty; it holds a topic a line")
     return topics
@@ -416,6 +435,8 @@ def _to_answer(row):
     if isinstance(row, Rejected):
         raise row
     messages = conversation(row) if isinstance(row, dict) else []
+    if messages and (row.get("tools") or any(message["role"] == "tool" or message.get("tool_calls") for message in messages)):
+        raise Rejected("tools: an answer in words in a tool call's place would belie what follows it")
     if not any(message["role"] == "user" for message in messages):
         raise Rejected("no user turn")
     return messages

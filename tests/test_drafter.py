@@ -360,6 +360,22 @@ def test_files_that_are_no_drafter_are_refused(tiny_target, tmp_path):
     refused("field", "lacks 'mask_token_id'", change=lambda c: c["dflash_config"].pop("mask_token_id"))
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_key_value_heads": 0}, {"hidden_size": None}, {"rms_norm_eps": "x"}, {"max_position_embeddings": -1},
+        {"block_size": 2.5, "dflash_config": {"mask_token_id": 1}}, {"dflash_config": "text"}, {"rope_parameters": "text"},
+        {"rope_parameters": None, "rope_theta": None}, {"rope_parameters": None, "rope_scaling": "text"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_config_of_wrong_types_is_refused_in_words(tiny_target, tmp_path, change):
+    folder = exported(tiny(tiny_target), tiny_target, tmp_path / "export")
+    edit(folder, lambda config: config.update(change))
+    with pytest.raises(UserError, match=r"config\.json: \w+=.* must be a (JSON object|whole number|number)"):
+        drafter.check(folder, read_spec(tiny_target))
+
+
 def broken(folder, config_change, inner_change, words, target):
     edit(folder, lambda c: (c.update(config_change), c["dflash_config"].update(inner_change)))
     errors = drafter.check(folder, read_spec(target)).errors
@@ -376,6 +392,8 @@ def broken(folder, config_change, inner_change, words, target):
         ({}, {"target_layer_ids": [1]}, "fc.weight is (32, 64), not (32, 32)"),
         ({"rope_theta": 5e5}, {}, "rope_theta and rope_scaling do not say"),
         ({"architectures": ["Qwen3ForCausalLM"]}, {}, "architectures"),
+        ({"architectures": None}, {}, "architectures=None must be"),
+        ({"model_type": "x"}, {}, "model_type='x' must be 'qwen3'"),
         ({"num_target_layers": 5}, {}, "made for another target"),
     ],
 )

@@ -111,6 +111,11 @@ def test_what_cannot_be_evaluated_is_refused(evaluate, tmp_path):
             evaluate(*flags)
 
 
+def test_a_report_that_cannot_be_written_is_known_before_the_work(tmp_path):
+    with pytest.raises(UserError, match=r"--json .* cannot be written"):
+        evaluate_drafter.parse_arguments(["--drafter", "d", "--target", "t", "--prompts", "p", "--json", str(tmp_path)])
+
+
 def test_rows_that_ask_nothing_are_named(tiny_target, tmp_path):
     """Lost otherwise: a row skipped without a word, and a tau over other prompts than the user thinks."""
     chat = Chat(load_tokenizer(tiny_target))

@@ -149,6 +149,29 @@ def test_held_out_documents_are_apart_and_stay_apart(pack, tmp_path):
         pack(tmp_path / "a.jsonl", "--heldout", 60, output="nothing")
 
 
+def test_copies_stay_on_one_side_at_the_border_too(pack, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(jsonl(rows_of(8) * 2))
+    _, train = pack(tmp_path / "a.jsonl", "--heldout", 3)
+    heldout = TokenStore.open(tmp_path / "store-heldout")
+    assert (len(train), len(heldout)) == (10, 6), "three documents, written twice"
+    assert not {tuple(ids) for ids in documents(train)} & {tuple(ids) for ids in documents(heldout)}
+
+
+def test_a_store_replaces_a_store_and_nothing_else(pack, tmp_path):
+    """Packing into a folder must not cost what else lies there, least of all the input or the other store."""
+    (tmp_path / "a.jsonl").write_bytes(jsonl(rows_of(6)))
+    for _ in range(2):
+        pack(tmp_path / "a.jsonl", output="store")
+    (tmp_path / "store/a.jsonl").write_bytes(jsonl(rows_of(6)))
+    with pytest.raises(UserError, match=r"not \(only\) a token store"):
+        pack(tmp_path / "store/a.jsonl", output="store")
+    assert (tmp_path / "store/a.jsonl").exists() and (tmp_path / "store/meta.json").exists()
+    for apart in ("new", "new/heldout"):
+        with pytest.raises(UserError, match="lie in each other"):
+            pack(tmp_path / "a.jsonl", "--heldout", 1, "--heldout-output", tmp_path / apart, output="new")
+    assert not (tmp_path / "new").exists()
+
+
 def test_template_kwargs_reach_the_template_and_the_record(pack, tmp_path):
     """Thinking mode is decided here; a store must be able to say how it was made."""
     (tmp_path / "a.jsonl").write_bytes(jsonl([answer("ok")]))
@@ -168,7 +191,7 @@ def test_the_summary_goes_where_it_is_asked_for(tokenizer, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert json.loads((tmp_path / "summary.json").read_text())["accepted"] == 3
     assert "3 accepted" in printed and f"1 x not JSON ({data}:4)" in printed
-    for wrong in (data, tmp_path / "nowhere" / "summary.json"):
+    for wrong in (data, tmp_path, tmp_path / "nowhere" / "summary.json"):
         with pytest.raises(SystemExit):
             prepare_data.main([*command, "--json", str(wrong)])
     assert b"oops" in data.read_bytes()

@@ -136,9 +136,9 @@ def test_both_engines_write_the_same_rows_whatever_the_network_does(tiny_target,
     monkeypatch.setattr(writer, "ServerEngine", lambda *args: ServerEngine(*args, pause_s=0.001))
     faults = itertools.cycle([429, "malformed", "cut", 500, "no text"])
     server.fault = lambda prompt, tries: next(faults) if tries == 1 else None
-    there = open_job(tiny_target, tmp_path / "server.jsonl", server=server.url)
-    here = open_job(tiny_target, tmp_path / "local.jsonl")
-    assert there.regenerate(questions) == here.regenerate(questions)
+    there = open_job(tiny_target, tmp_path / "server.jsonl", server=server.url, input=questions)
+    here = open_job(tiny_target, tmp_path / "local.jsonl", input=questions)
+    assert there.regenerate() == here.regenerate()
     written = rows_of(tmp_path / "local.jsonl")
     assert rows_of(tmp_path / "server.jsonl").keys() == written.keys()
     for row_id, row in rows_of(tmp_path / "server.jsonl").items():
@@ -162,14 +162,14 @@ def test_rows_that_fail_are_kept_apart_and_tried_again(tiny_target, questions, s
     refused = Chat(load_tokenizer(tiny_target)).prompt([{"role": "user", "content": "7"}]).tolist()
     server.fault = lambda prompt, tries: {tuple(doomed): 500, tuple(refused): 400}.get(prompt)
     output = tmp_path / "out.jsonl"
-    summary = open_job(tiny_target, output, server=server.url).regenerate(questions)
+    summary = open_job(tiny_target, output, server=server.url, input=questions).regenerate()
     errors = rows_of(tmp_path / "out.jsonl.errors.jsonl")
     assert summary["error"] == 2 and len(rows_of(output)) == len(QUESTIONS) - 2
     assert "2 tries" in errors["4"]["error"] and "HTTP 500" in errors["4"]["error"] and "HTTP 400" in errors["5"]["error"]
     assert server.tries[tuple(refused)] == 1, "what the server refuses for good is not worth a retry"
     server.fault = lambda prompt, tries: None
     before = output.read_text()
-    open_job(tiny_target, output, server=server.url).regenerate(questions)
+    open_job(tiny_target, output, server=server.url, input=questions).regenerate()
     assert output.read_text().startswith(before) and len(rows_of(output)) == len(QUESTIONS)
     assert not (tmp_path / "out.jsonl.errors.jsonl").exists()
 
@@ -222,8 +222,8 @@ def test_rows_depend_on_the_seed_and_their_id_only(tiny_target, tmp_path):
 
 def test_every_answer_is_the_targets_own_in_the_context_of_the_new_ones(tiny_target, questions, tmp_path):
     """A drafter trained on answers to an older answer learns a text that the target would not write."""
-    job = open_job(tiny_target, tmp_path / "out.jsonl", answers="greedy", top_p=0.5)
-    job.regenerate(questions)
+    job = open_job(tiny_target, tmp_path / "out.jsonl", answers="greedy", top_p=0.5, input=questions)
+    job.regenerate()
     chat, model = Chat(load_tokenizer(tiny_target)), job.engine.model
     (row,) = [row for row in rows_of(tmp_path / "out.jsonl").values() if len(row["messages"]) == 6]
     assert [m["content"] for m in row["messages"] if m["role"] == "user"] == ["what", "why", "how"]
@@ -263,11 +263,12 @@ def test_a_prompt_beyond_the_context_is_one_error_row(tiny_target, tmp_path):
     path = tmp_path / "given.jsonl"
     path.write_text(
         '{"messages": [{"role": "user", "content": "%s"}]}\n{"prompt": 3}\n{"messages": [{"role": "user", "content": "hi"}]}\n'
-        % ("x" * 600)
+        '{"messages": [{"role": "user", "content": "hi"}], "tools": [{}]}\n' % ("x" * 600)
     )
-    open_job(tiny_target, tmp_path / "out.jsonl").regenerate(path)
+    open_job(tiny_target, tmp_path / "out.jsonl", input=path).regenerate()
     errors = rows_of(tmp_path / "out.jsonl.errors.jsonl")
     assert "exceeds the target's 512 positions" in errors["1"]["error"] and "no messages" in errors["2"]["error"]
+    assert "tools" in errors["4"]["error"]
     assert list(rows_of(tmp_path / "out.jsonl")) == ["3"]
 
 
@@ -295,11 +296,68 @@ def test_flawed_rows_are_counted_and_kept_apart(tiny_target, tmp_path, flaw, tex
         assert keeping.synthesize(3) == {"kept": 3}
 
 
+class Moody:
+    """An engine that writes nothing for the conversations named."""
+
+    def __init__(self, *silent):
+        self.silent = silent
+
+    def run(self, jobs, done):
+        for row_id, dialogue in jobs:
+            if row_id in done:
+                continue
+            outcome, reply = None, None
+            while outcome is None:
+                _, outcome = advance(dialogue, reply)
+                reply = Reply("" if row_id in self.silent else row_id, 1, False)
+            yield [(row_id, outcome)]
+
+
+def test_a_flawed_last_row_is_made_up_for(tiny_target, tmp_path):
+    """Rows are the same every time: a round of one flawed row must not end this run and every later one."""
+    job = open_job(tiny_target, tmp_path / "out.jsonl", max_user_tokens=8)
+    job.engine = Moody("00000002", "00000003")
+    assert job.synthesize(3) == {"kept": 3, "empty": 2}
+    assert list(rows_of(tmp_path / "out.jsonl")) == ["00000000", "00000001", "00000004"]
+
+
+def test_a_file_that_somebody_else_began_is_left_alone(tiny_target, questions, tmp_path):
+    output = tmp_path / "mine.jsonl"
+    output.write_text('{"messages": []}')
+    with pytest.raises(UserError, match=r"mine\.jsonl exists and was not begun by this command"):
+        open_job(tiny_target, output, input=questions)
+    assert output.read_text() == '{"messages": []}'
+    with pytest.raises(UserError, match=r"--output .* cannot be written \(Is a directory\)"):
+        open_job(tiny_target, tmp_path, input=questions)
+
+
+def test_nothing_usable_is_an_error(tiny_target, tmp_path):
+    """A shell's `&& pack` would go on with an empty file."""
+    given = tmp_path / "given.jsonl"
+    given.write_text("{bad\n")
+    with pytest.raises(UserError, match=r"no conversation is usable \(\{'kept': 0, 'error': 1\}\)"):
+        open_job(tiny_target, tmp_path / "out.jsonl", input=given).regenerate()
+    with pytest.raises(UserError, match=r"--max-tokens 512 leaves no room for a prompt: this target has 512 positions"):
+        open_job(tiny_target, tmp_path / "b.jsonl", input=given, max_tokens=512)
+
+
+def test_a_stop_ends_a_servers_conversations_at_the_next_turn(tiny_target, server):
+    engine = ServerEngine(server.url, load_tokenizer(tiny_target), 1)
+    engine.stopping.set()
+    script = Script(Chat(load_tokenizer(tiny_target)), read_spec(tiny_target), 0, Sampling(0, 1, 8), Sampling(1, 1, 8))
+    _, outcome = engine._play("0", script.synthesize("0"))
+    assert str(outcome) == "stopped" and not server.tries
+
+
 def test_other_settings_do_not_mix_into_a_file(tiny_target, tmp_path):
     """Rows of two temperatures in one file cannot be told apart afterwards."""
     open_job(tiny_target, tmp_path / "out.jsonl", max_user_tokens=4).synthesize(2)
     with pytest.raises(UserError, match=r"begun with other settings \(answer.temperature was 1.0, is 0.5.*seed was 3, is 9\)"):
         open_job(tiny_target, tmp_path / "out.jsonl", max_user_tokens=4, temperature=0.5, seed=9)
+    topics = tmp_path / "topics.txt"
+    topics.write_text("rivers\n")
+    with pytest.raises(UserError, match=r"\(topics was None, is '\w+', turns was 1, is 3\)"):
+        open_job(tiny_target, tmp_path / "out.jsonl", max_user_tokens=4, topics=topics, turns=3)
 
 
 def test_a_loop_is_told_from_a_list():
