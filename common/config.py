@@ -113,7 +113,7 @@ class OptimConfig:
     warmup: float = 0.04
     """Share of all steps (below 1) or number of steps (1 and above) of linear warm-up."""
     schedule: str = "cosine"
-    """`cosine` to zero, `wsd` (constant, then the last 20% linear to zero) or `constant`."""
+    """`cosine` to zero, `wsd` (constant, then the last 20% linear to zero; ahead of cosine where both were run) or `constant`."""
     clip: float = 1.0
     """Largest gradient norm; 0 turns clipping off."""
     steps: int | None = None
