@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 import time
+from typing import NamedTuple
 
 WORKING = ("capture", "step")  # phases that no healthy worker stays in for long
 PATIENT = ("start", "checkpoint")  # phases that may take any time
@@ -68,6 +69,30 @@ class StoreBoard:
         self.now = (self.now[0] + 1, step, name)
 
 
+class _Seen(NamedTuple):
+    """What is known of a rank: its last heartbeat, its last (count, step, phase), and the seconds when each was new."""
+
+    beat: float | None
+    beat_s: float
+    phase: list | None
+    phase_s: float
+
+    def overdue_s(self, now):
+        """Seconds of silence or in one working phase."""
+        return max(now - self.beat_s, now - self.phase_s if self.phase and self.phase[2] in WORKING else 0.0)
+
+    def waiting_s(self, now):
+        """Seconds in one phase that must not take for ever."""
+        return now - self.phase_s if self.phase and self.phase[2] not in PATIENT else 0.0
+
+    @property
+    def step(self):
+        return self.phase[1] if self.phase else 0
+
+    def __str__(self):
+        return f"last seen at step {self.phase[1]} in {self.phase[2]}" if self.phase else "never seen"
+
+
 class Watch:
     """Heartbeats of all ranks. `leave` before a regular end; `explain` after an error that may be somebody else's."""
 
@@ -76,7 +101,7 @@ class Watch:
         self._store = board._store.clone()
         self._names = {m.rank: f"{m.role} {m.index} (rank {m.rank} on {m.host})" for m in (*layout.targets, *layout.drafters)}
         self._interval_s = min(timeout_s / 10, max(0.5, len(self._names) / 32))
-        self._seen = {}  # rank that has not left -> (beat, when it changed, (count, step, phase), when that changed)
+        self._seen = {}  # by rank, of those that have not left
         self._left = False
         self._lock = threading.Lock()
         threading.Thread(target=self._run, daemon=True, name="watch").start()
@@ -96,48 +121,31 @@ class Watch:
         self._store.set(f"beat/{self._member.rank}", json.dumps([now, *self._board.now]))
         for rank in self._names:
             self._see(rank, now)
-        overdue = [(self._overdue(seen, now), rank) for rank, seen in self._seen.items() if rank != self._member.rank]
-        late = [((seconds, -self._step(rank)), rank) for seconds, rank in overdue if seconds > self._timeout_s]
-        if late:
-            (seconds, _), rank = max(late)
-            self._end(f"{self._names[rank]}: no sign of progress for {seconds:.0f} s, {self._last(rank)}")
-        still = min((self._waited(seen, now) for seen in self._seen.values()), default=0.0)
-        if still > self._timeout_s:
-            ranks = "; ".join(f"{self._names[rank]} {self._last(rank)}" for rank in sorted(self._seen, key=self._step)[:8])
-            self._end(f"all ranks have waited for each other for {still:.0f} s, so a device or a transfer hangs: {ranks}")
+        if set(self._seen) <= {self._member.rank}:
+            return  # all others have left
+        overdue_s, _, rank = max((s.overdue_s(now), -s.step, r) for r, s in self._seen.items() if r != self._member.rank)
+        if overdue_s > self._timeout_s:
+            self._end(f"{self._names[rank]}: no sign of progress for {overdue_s:.0f} s, {self._seen[rank]}")
+        still_s = min(seen.waiting_s(now) for seen in self._seen.values())
+        if still_s > self._timeout_s:
+            behind = sorted(self._seen, key=lambda rank: self._seen[rank].step)[:8]
+            ranks = "; ".join(f"{self._names[rank]} {self._seen[rank]}" for rank in behind)
+            self._end(f"all ranks have waited for each other for {still_s:.0f} s, so a device or a transfer hangs: {ranks}")
 
     def _see(self, rank, now):
         beat = self._read(f"beat/{rank}")
         if beat is not None and beat[3] == "left":
             self._seen.pop(rank, None)
             return
-        last_beat, since, phase, phase_since = self._seen.get(rank, (None, now, None, now))
-        if beat is not None and beat[0] != last_beat:
-            last_beat, since = beat[0], now
-        if beat is not None and beat[1:] != phase:
-            phase, phase_since = beat[1:], now
-        self._seen[rank] = (last_beat, since, phase, phase_since)
-
-    def _overdue(self, seen, now):
-        """Seconds of silence or in one working phase."""
-        _, since, phase, phase_since = seen
-        return max(now - since, now - phase_since if phase and phase[2] in WORKING else 0.0)
-
-    def _waited(self, seen, now):
-        """Seconds in one phase that must not take for ever."""
-        _, _, phase, phase_since = seen
-        return now - phase_since if phase and phase[2] not in PATIENT else 0.0
-
-    def _step(self, rank):
-        phase = self._seen[rank][2]
-        return phase[1] if phase else 0
+        seen = self._seen.get(rank, _Seen(None, now, None, now))
+        if beat is not None and beat[0] != seen.beat:
+            seen = seen._replace(beat=beat[0], beat_s=now)
+        if beat is not None and beat[1:] != seen.phase:
+            seen = seen._replace(phase=beat[1:], phase_s=now)
+        self._seen[rank] = seen
 
     def _read(self, key):
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
-
-    def _last(self, rank):
-        phase = self._seen[rank][2] if rank in self._seen else None
-        return f"last seen at step {phase[1]} in {phase[2]}" if phase else "never seen"
 
     def _end(self, what):
         print(f"error: {what}. This is {self._names[self._member.rank]}, ending too.", file=sys.stderr, flush=True)
@@ -164,12 +172,12 @@ class Watch:
                 for rank in self._names:
                     fault = self._read(f"fault/{rank}")
                     if fault is not None:
-                        self._end(f"{self._names[rank]}: {fault}, {self._last(rank)}")
+                        self._end(f"{self._names[rank]}: {fault}, {self._seen.get(rank, 'gone')}")
                 now = time.monotonic()
-                silent = {rank: now - seen[1] for rank, seen in self._seen.items() if rank != self._member.rank}
+                silent = {rank: now - seen.beat_s for rank, seen in self._seen.items() if rank != self._member.rank}
                 rank = max(silent, key=silent.get, default=None)
                 if rank is not None and silent[rank] > 4 * self._interval_s:
-                    self._end(f"{self._names[rank]}: died or fell silent {silent[rank]:.0f} s ago, {self._last(rank)}")
+                    self._end(f"{self._names[rank]}: died or fell silent {silent[rank]:.0f} s ago, {self._seen[rank]}")
 
 
 class StopRequest:
