@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import hashlib
 import json
+import math
 import sys
 import types
 import typing
@@ -55,7 +56,7 @@ class DrafterConfig:
     heads: int | None = None
     """Query heads; default: the target's."""
     kv_heads: int | None = None
-    """Key/value heads; default: the target's."""
+    """Key/value heads; default: `heads` where that is set, else the target's."""
     head_dim: int | None = None
     """Size of a head; default: the target's."""
     layer_types: list[str] | None = None
@@ -405,7 +406,9 @@ def _apply_override(tree, override):
         raise UserError(f"override {override!r} has no `=`; write section.key=value, e.g. optim.lr=1e-3")
     *sections, leaf = key.split(".")
     for section in sections:
-        tree = tree.setdefault(section, {})
+        if tree.get(section) is None:  # an empty section of a preset
+            tree[section] = {}
+        tree = tree[section]
         if not isinstance(tree, dict):
             raise UserError(f"override {override!r}: {section} is a value, not a section")
     try:
@@ -440,13 +443,14 @@ def _convert(value, annotation, key):
     for option in options:
         if option is type(None) and value is None:
             return None
-        if option is float and isinstance(value, (int, float)) and not isinstance(value, bool):
-            return float(value)
-        if option is float and isinstance(value, str):  # YAML reads 1e-3 as text
+        if option is float and isinstance(value, (int, float, str)) and not isinstance(value, bool):  # YAML reads 1e-3 as text
             try:
-                return float(value)
+                number = float(value)
             except ValueError:
                 continue
+            if not math.isfinite(number):
+                raise UserError(f"{key}={value!r} must be a finite number")
+            return number
         if option is int and isinstance(value, int) and not isinstance(value, bool):
             return value
         if option in (str, bool) and isinstance(value, option):

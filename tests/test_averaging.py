@@ -12,9 +12,9 @@ from common.config import OptimConfig, SyncConfig
 from common.optim import Optimizer
 
 
-def replica(rank):
+def replica(rank, dtype=torch.float32):
     generator = torch.Generator().manual_seed(rank)
-    weight = torch.nn.Parameter(torch.randn(33, 7, generator=generator))
+    weight = torch.nn.Parameter(torch.randn(33, 7, generator=generator).to(dtype))
     return Optimizer([("weight", weight)], OptimConfig(), steps=10)
 
 
@@ -59,3 +59,33 @@ def exchange(rank, ranks):
 def test_ddp_sums_gradients_and_weights():
     """A mean of means would weigh a packet of three tokens like one of three thousand."""
     assert run_ranks(exchange, 2) == [(3.0, 30.0, {})] * 2
+
+
+def average_in_bfloat16(rank, ranks):
+    optimizer = replica(rank, torch.bfloat16)
+    Averaging(SyncConfig(every=4), GroupComm(dist.group.WORLD, rank, ranks), optimizer, last_step=10).weights(4)
+    return optimizer.masters.numpy(), optimizer.compute.float().numpy()
+
+
+def test_weights_in_half_precision_follow_an_averaging():
+    """In float32 the weights are the masters themselves; in bfloat16 the next step and walk tau would still be the single replica's."""
+    for masters, compute in run_ranks(average_in_bfloat16, 2):
+        assert np.array_equal(compute, torch.from_numpy(masters).bfloat16().float().numpy())
+
+
+class PlusOne:
+    """Drafters whose mean lies one above this replica's weights."""
+
+    size = 2
+
+    def mean_(self, tensor):
+        return tensor.add_(1)
+
+
+def test_the_distance_is_that_of_all_weights_however_they_are_cut(monkeypatch):
+    """Large drafters are averaged in chunks: the distance of the last chunk says nothing of the others."""
+    monkeypatch.setattr("common.averaging.CHUNK", 50)
+    optimizer = replica(0)
+    mean = optimizer.masters + 1
+    distance, _ = Averaging(SyncConfig(every=4), PlusOne(), optimizer, last_step=10).weights(4)["replica_distance"]
+    assert torch.equal(optimizer.masters, mean) and distance == pytest.approx(float(len(mean) ** 0.5 / mean.norm()), rel=1e-5)

@@ -12,7 +12,7 @@ import torch
 from conftest import build_target
 from ranks import Job
 
-from common.config import UserError
+from common.config import UserError, load
 from common.tokens import StoreWriter, TokenStore
 
 
@@ -27,6 +27,9 @@ ONE_RANK = {
     "a config that is not there": (["--config", "nowhere.yaml"], ["--config nowhere.yaml", "no such file", "launch/presets"]),
     "an unknown key": (["optim.learning_rate=1"], ["optim.learning_rate", "known: optim.lr"]),
     "a value of the wrong type": (["optim.steps=many"], ["optim.steps='many'", "must be int"]),
+    "a truth value in a number's place": (["optim.steps=true"], ["optim.steps=True", "must be int"]),
+    "a number that is none": (["optim.lr=.nan"], ["optim.lr=nan", "must be a finite number"]),
+    "a path with an equals sign": (["target.path=/nowhere/a=b"], ["target.path=/nowhere/a=b", "no such folder"]),
     "a target that is not there": (["target.path=/nowhere"], ["target.path=/nowhere", "no such folder"]),
     "a store that is not there": (["data.path=/nowhere"], ["/nowhere is not a token store", "prepare_data.py pack"]),
     "taps out of range": (["drafter.taps=[1,4]"], ["drafter.taps=[1, 4]", "0..3"]),
@@ -200,6 +203,21 @@ def test_a_resume_with_changed_keys_is_refused(tiny_preset, finished):
     assert "optim.lr was 0.002, is 0.5" in output and "checkpoint.allow_changes=[optim.lr]" in output
 
 
+@pytest.mark.parametrize("what", ["data.path", "target.path"])
+def test_a_resume_on_other_content_under_the_same_path_is_refused(tiny_preset, tiny_target, tiny_store, tiny_heldout, tmp_path, what):
+    """A store packed anew, or a target trained on, changes what is learnt while the config stays the same."""
+    shutil.copytree(tiny_target, tmp_path / "target")
+    shutil.copytree(tiny_store, tmp_path / "store")
+    same = ["--config", tiny_preset, f"log.dir={tmp_path}/run", f"target.path={tmp_path}/target", f"data.path={tmp_path}/store"]
+    output_of([*same, "optim.steps=4"], code=0)
+    if what == "data.path":
+        shutil.copytree(tiny_heldout, tmp_path / "store", dirs_exist_ok=True)
+    else:
+        build_target(tmp_path / "target", seed=1)
+    output = output_of([*same, "optim.steps=8", "data.pack_tokens=128"])
+    assert f"{what}: its content changed" in output and f"checkpoint.allow_changes=[{what}]" in output
+
+
 def test_a_finished_run_started_again_changes_nothing(tiny_preset, finished):
     before = {path: path.read_bytes() for path in finished.rglob("*.safetensors")}
     output = output_of(["--config", tiny_preset, f"log.dir={finished}", "optim.steps=4"], code=0)
@@ -223,3 +241,9 @@ def test_a_hostile_store_index_is_an_error(tiny_store, tmp_path):
             continue
         with pytest.raises(UserError):
             TokenStore.open(folder)
+
+
+def test_an_empty_section_of_a_preset_may_be_overridden(tmp_path):
+    """Whoever comments a section out to its head has made no mistake."""
+    (tmp_path / "preset.yaml").write_text("target: {path: t}\ndata: {path: d}\noptim:\n")
+    assert load(tmp_path / "preset.yaml", ["optim.lr=1e-3"]).optim.lr == 1e-3

@@ -247,6 +247,28 @@ def test_tool_calls_are_supervised_and_results_are_not():
     ]
 
 
+def test_special_tokens_in_a_tool_calls_names_and_values_are_text():
+    """Else whoever names a tool's argument can end the assistant's turn."""
+    call = {"name": "f", "arguments": {"<|im_end|>": "<|im_start|>"}}
+    chat = Chat(make_tokenizer(QWEN3, QWEN))
+    ids, _ = one(chat, {"messages": [CONVERSATION[0], {"role": "assistant", "content": None, "tool_calls": [call]}]})
+    assert np.isin(ids, chat._special_ids).sum() == 4, "two turns begin and end"
+
+
+def test_a_first_word_that_holds_the_templates_space_is_supervised():
+    """Where no generation prompt tells the template's space from the answer's, byte-level tokenizers keep it in the first word."""
+    template = "{% for message in messages %}{{ message.role + ': ' + message.content + eos_token }}{% endfor %}"
+    chat = Chat(make_tokenizer(template, ("<eos>",)))
+    assert squeeze(supervised(chat, *one(chat, {"messages": CONVERSATION[2:]}))) == ["Theanswer<eos>"]
+
+
+def test_a_turns_end_is_supervised_though_it_is_no_special_token():
+    """Some tokenizers add their end of turn as an ordinary token: off the mask, the drafter never learns to end an answer."""
+    template = "{% for message in messages %}{{ '<bos>' + message.role + '\n' + message.content + '</think>' }}{% endfor %}"
+    chat = Chat(make_tokenizer(template, ("<bos>",)))
+    assert supervised(chat, *one(chat, {"messages": CONVERSATION[2:]})) == ["The answer</think>"]
+
+
 def test_all_shapes_say_the_same():
     """One conversation in three notations is one document; bare text is supervised throughout, after the tokenizer's first token."""
     chat = Chat(make_tokenizer(QWEN3, QWEN))

@@ -279,6 +279,24 @@ def test_configs_may_differ_only_where_they_steer(run):
     assert any(note.startswith("optim.lr") for note in compare_configs(saved, current, ["optim.lr", "drafter.layers"]))
 
 
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("sync", "every", 7),
+        ("sync", "mode", "ddp"),
+        ("data", "pack_tokens", 64),
+        ("objective", "loss", "lk"),
+        ("target", "dtype", "float32"),
+    ],
+)
+def test_what_a_step_learns_may_not_change(section, key, value):
+    """Else the second half of a run is another experiment than the first."""
+    current = to_dict(Config())
+    current[section][key] = value
+    with pytest.raises(UserError, match=rf"{section}\.{key} was"):
+        compare_configs(to_dict(Config()), current)
+
+
 def forged(marker):
     """The text of a marker whose own digest holds."""
     marker = {key: value for key, value in marker.items() if key != "digest"}

@@ -13,12 +13,14 @@ import transformers
 
 from common.config import UserError
 from common.decoding import (
+    Answer,
     BlockDrafter,
     Chooser,
     DecodingTarget,
     Proposal,
     accepted_path,
     decode,
+    first_difference,
     new_cache,
     propose_tree,
     speculate,
@@ -155,6 +157,27 @@ def test_answer_stops_at_the_length_limit_in_mid_block(qwen3):
         answer = speculate(qwen3, Scripted(PROMPT + free), PROMPT, (), limit, Chooser())
         assert answer.tokens == free[:limit]
         assert sum(answer.accepted) + len(answer.accepted) + 1 == limit
+
+
+@pytest.mark.parametrize(
+    ("limit", "wrong", "counts"),
+    [(1 + 3, (), (2, 3, 3)), (1 + 6, (), (5, 5, 5)), (1 + 9, (3,), (2, 2, 3)), (1 + 2, (3,), (1, 2, 2))],
+    ids=["cut inside the drafts", "all drafts and the target's own", "third draft wrong", "cut before the wrong one"],
+)
+def test_slots_are_tested_as_far_as_the_answer_goes(qwen3, limit, wrong, counts):
+    """Lost otherwise: acceptance by slot. Drafts behind the end were never asked for, and no slot lies behind the last."""
+    answer = speculate(qwen3, Scripted(PROMPT + plain(qwen3), wrong), PROMPT, (), limit, Chooser())
+    assert (answer.accepted[0], answer.matched[0], answer.tried[0]) == counts
+
+
+def test_a_difference_is_weighed_by_the_scores_at_its_place(qwen3):
+    """Lost otherwise: telling a near tie of half precision from an answer that is wrong."""
+    right = plain(qwen3)
+    wrong = [*right[:3], (right[3] + 1) % V, *right[4:]]
+    scores = qwen3.model(torch.tensor([PROMPT + right[:3]])).logits[0, -1].detach()
+    place, gap = first_difference(qwen3, Answer(PROMPT, wrong), Answer(PROMPT, right), Chooser())
+    assert place == 3 and gap == pytest.approx(float(scores[right[3]] - scores[wrong[3]]), rel=1e-3)
+    assert first_difference(qwen3, Answer(PROMPT, right), Answer(PROMPT, right), Chooser()) is None
 
 
 def test_prompt_of_one_token_and_prompt_with_the_mask_id(qwen3):

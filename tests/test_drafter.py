@@ -316,6 +316,18 @@ def test_what_cannot_be_trained_or_served_is_refused(tiny_target, changes, words
         resolve(tiny_target, **changes)
 
 
+def test_the_start_of_a_text_is_no_mask_token(tiny_target):
+    """It begins every prompt of such a target: the drafter could not tell an unknown slot from a beginning."""
+    target = dataclasses.replace(read_spec(tiny_target), bos_token_id=260)
+    with pytest.raises(UserError, match="mask_token=260 is the target's token for the start of a text"):
+        DrafterSpec.resolve(DrafterConfig(**SHAPE, mask_token=260), target, tiny_target)
+
+
+def test_heads_alone_are_all_key_and_value_heads(tiny_target):
+    spec = resolve(tiny_target, heads=3)
+    assert (spec.heads, spec.kv_heads) == (3, 3)
+
+
 def test_the_automatic_mask_token_has_no_other_meaning(tiny_target):
     """259 is the first row of the embedding that the tokenizer cannot produce."""
     assert resolve(tiny_target).mask_token_id == 259

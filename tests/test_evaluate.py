@@ -8,7 +8,7 @@ from conftest import build_target
 
 import evaluate_drafter
 from benchmarks import decode
-from common.acceptance import prompt_lookup, summarize, table
+from common.acceptance import mean_tau, prompt_lookup, summarize, table
 from common.chat import Chat, load_tokenizer
 from common.config import DrafterConfig, UserError
 from common.decoding import Answer
@@ -29,7 +29,7 @@ def export_drafter(target, folder):
     spec, config = read_spec(target), DrafterConfig(layers=2, block_size=BLOCK, taps=[0, 2], dtype="float32", init="target_layers")
     drafter_spec = DrafterSpec.resolve(config, spec, target)
     drafter = make(config, drafter_spec, target, torch.device("cpu"), seed=0)
-    return export(folder, drafter.state_dict(), drafter_spec, spec, "float32", "float32")
+    return export(folder, drafter.state_dict(), drafter_spec, spec, "bfloat16", "float32")
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +79,21 @@ def test_report_adds_up(tiny_target, evaluate, how):
         assert STOP not in prompt["output_ids"][:-1] and len(prompt["output_ids"]) <= 24
     chat = Chat(load_tokenizer(tiny_target))
     assert report["per_prompt"][0]["prompt_ids"] == chat.prompt([{"role": "user", "content": "count 7"}]).tolist()
+
+
+def test_equal_prompts_are_sampled_apart_and_loops_are_the_answers(evaluate, tmp_path):
+    """Lost otherwise: a sample of one under the name of many, and answers blamed for what the prompt repeats."""
+    (tmp_path / "twice.jsonl").write_text('{"question": "%s"}\n' % ("x" * 60) * 2)
+    report, _ = evaluate("--prompts", tmp_path / "twice.jsonl", "--temperature", 1, "--max-new-tokens", 24)
+    one, other = (prompt["output_ids"] for prompt in report["per_prompt"])
+    assert one != other and report["loops"] == 0
+
+
+def test_the_baseline_copies_blocks_of_the_size_that_is_measured(evaluate):
+    """Lost otherwise: a fair race. With blocks of 2 copying, too, proposes one token at a time."""
+    report, _ = evaluate("--block-size", 2, "--max-new-tokens", 200)
+    copied = [[prompt_lookup(prompt["prompt_ids"], prompt["output_ids"], size) for prompt in report["per_prompt"]] for size in (2, BLOCK)]
+    assert report["prompt_lookup_tau"] == mean_tau(copied[0]) < mean_tau(copied[1])
 
 
 def test_no_compare_and_limit(evaluate):
@@ -138,6 +153,15 @@ def test_slots_count_only_where_the_answer_tested_them():
     assert report["accepted_histogram"] == [1, 2, 0, 0]
     assert report["cumulative_acceptance"] == pytest.approx([2 / 3, 1 / 3, 0])
     assert report["conditional_acceptance"] == [pytest.approx(2 / 3), 0.5, None]
+    whole = Answer([1], [5, 6, 7, 8, 9, 3], accepted=[3, 0], matched=[3, 0], tried=[3, 1])
+    assert summarize([whole], [], BLOCK)["full_accept_rate"] == 0.5, "of all verifications, not of those that came so far"
+
+
+def test_lossless_is_equal_to_the_end():
+    """Lost otherwise: the promise itself. An answer that goes on where plain decoding ended, or ends before it, is another answer."""
+    plain = [Answer([1], tokens) for tokens in ([5, 6], [5, 6], [5, 6, 7], [5, 6, 7])]
+    answers = [Answer([1], tokens) for tokens in ([5, 6], [5, 6, 7], [5, 6], [5, 9, 7])]
+    assert summarize(answers, plain, BLOCK)["lossless"] == 1
 
 
 def test_prompt_lookup_copies_from_prompt_and_answer():
@@ -148,6 +172,7 @@ def test_prompt_lookup_copies_from_prompt_and_answer():
     assert prompt_lookup(prompt, tokens, block_size=4) == [3, 0, 2]
     assert prompt_lookup([1], [2, 3, 4], block_size=4) == [0, 0]
     assert prompt_lookup([1], [2], block_size=4) == []
+    assert prompt_lookup([1, 2, 9, 1, 2, 3, 1], [2, 3, 4], block_size=4) == [1], "1 2 was last followed by 3"
 
 
 def test_table_survives_a_run_without_verifications():

@@ -4,6 +4,7 @@ import json
 import threading
 
 import pytest
+import torch
 import yaml
 from ranks import Job, torchrun
 
@@ -100,6 +101,33 @@ def test_threads_run_for_three_hundred_steps(preset, tmp_path):
     """Queues, buffers and barriers that leak or deadlock do so after a while, not in the first steps."""
     overrides = ["topology.mode=threads", "topology.targets=3", "topology.drafters=2", "optim.steps=300", "log.every=50"]
     assert len(solo(preset, tmp_path / "threads", *overrides, "validation.every=300", "checkpoint.every=300")) == 6 * 3 + 1
+
+
+def test_validation_walks_with_the_averaged_weights(preset, tmp_path, monkeypatch):
+    """Else walk tau, by which the best checkpoint is chosen, is that of replicas that nobody exports."""
+    validate, seen = train_drafter.Trainer.validate, {}
+
+    def watched(trainer, step, entries):
+        if entries:
+            seen.setdefault(step, []).append(trainer.learner.optimizer.masters.clone())
+        validate(trainer, step, entries)
+
+    monkeypatch.setattr(train_drafter.Trainer, "validate", watched)
+    solo(preset, tmp_path, "topology.mode=threads", "topology.targets=2", "topology.drafters=2")
+    assert list(seen) == [8, 12] and all(torch.equal(one, other) for one, other in seen.values())
+
+
+def test_an_ablated_drafter_learns_nothing_from_features(preset, tmp_path):
+    """`zero_features` measures what the features are worth: a projection that moves has read them."""
+    solo(preset, tmp_path, "drafter.zero_features=true", "optim.steps=4")
+    assert not open_checkpoint(tmp_path / "checkpoints" / "step_00000004").tensors("drafter.safetensors")["fc.weight"].any()
+
+
+def test_the_best_checkpoint_outlives_newer_ones(preset, tmp_path, monkeypatch):
+    """Else a run that forgets towards its end has thrown its best drafter away. Step 10 goes by the tau of step 8 and is not it."""
+    monkeypatch.setattr(train_drafter, "walk_totals", lambda plan, item, *_: {"walk_tau": (3.0 if item.step == 8 else 2.0, 1.0)})
+    solo(preset, tmp_path, "checkpoint.every=2", "checkpoint.keep=1", "checkpoint.keep_best=true")
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*")) == ["step_00000008", "step_00000012"]
 
 
 @pytest.mark.parametrize("role", ["target", "drafter"])

@@ -34,7 +34,7 @@ def everything(optimizer):
     return [optimizer.masters, optimizer.compute, optimizer.exp_avg, optimizer.exp_avg_sq, optimizer.updates]
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.5])
+@pytest.mark.parametrize("clip", [0.0, 0.5, 100.0])
 def test_steps_equal_torch_adamw_in_float64(clip):
     """Sum over two packets, division by the weights, clipping, decay of matrices only: the recipe's numbers mean what they say."""
     model, twin = network(), network(torch.float64)
@@ -117,6 +117,24 @@ def test_resume_is_exact():
     resumed.publish()
     run(resumed, second, range(5, 10))
     assert all(torch.equal(a, b) for a, b in zip(everything(resumed), everything(uninterrupted), strict=True))
+
+
+def test_a_resume_goes_on_counting_skipped_steps():
+    """Else a diverged run that its launcher restarts again and again never reaches optim.max_skipped."""
+    model, fresh = network(), network()
+    optimizer, resumed = (Optimizer(m.named_parameters(), config(), steps=20) for m in (model, fresh))
+    run(optimizer, model, range(2), weight_sum=math.inf)
+    resumed.load_state_tensors(optimizer.state_tensors())
+    assert resumed.skipped_in_a_row == optimizer.skipped_in_a_row == 2
+
+
+def test_a_step_takes_its_own_steps_rate():
+    """Adam's first step moves every weight by the learning rate: here the first of four of the warm-up."""
+    model = network()
+    optimizer = Optimizer(model.named_parameters(), config(schedule="cosine", warmup=4, weight_decay=0), steps=20)
+    before = optimizer.masters.clone()
+    run(optimizer, model, [0])
+    assert (optimizer.masters - before).abs().max().item() == pytest.approx(1e-2 / 4, rel=1e-3)
 
 
 def test_schedules_on_paper():

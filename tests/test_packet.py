@@ -1,13 +1,21 @@
 """A packet is believed only after it was checked: what a damaged or hostile message says must not steer anything."""
 
+import threading
+
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
 
 from common.config import UserError
-from common.packet import HostMessage, Row
+from common.links import STOP, P2PReceiver, P2PSender, QueueLink, QueueReceiver
+from common.packet import HostMessage, PacketBuffer, PacketShape, Row
 from common.tokens import TRAIN, Item
+from common.watch import Stopped
 
 ROW_TOKENS, DUE = 64, Item(TRAIN, 3, 17, 1)
+SHAPE = PacketShape(ROW_TOKENS, 2, torch.float32).on("cpu")
 
 
 @pytest.fixture
@@ -48,3 +56,38 @@ def test_spans_of_a_row_and_of_one_that_only_fills_a_round():
     row = Row(np.zeros(6, np.int32), np.array([0, 0, 0, 3, 3, 5], np.int32), np.ones(6, np.uint8), valid=5, documents=2)
     assert row.spans() == [(0, 3), (3, 5)]
     assert Row.empty(6).spans() == []
+
+
+def test_a_packet_that_is_not_due_is_refused_between_threads():
+    """Else a drafter that is one packet behind trains on the wrong rows until the end."""
+    link, buffer = QueueLink(2, threading.Event()), PacketBuffer(SHAPE)
+    buffer.message.write(Row.empty(ROW_TOKENS), DUE, epoch=0, row_index=5)
+    link.filled.put(buffer)
+    with pytest.raises(UserError, match="due is"):
+        QueueReceiver(SHAPE, 2, {0: link}).take(Item(TRAIN, 3, 18, 0), 0)
+
+
+def take_another_one(rank, ranks):
+    if rank == 0:
+        sender = P2PSender(SHAPE, 2, {0: dist.group.WORLD}, staged=False)
+        buffer = sender.acquire()
+        buffer.message.write(Row.empty(ROW_TOKENS), DUE, epoch=0, row_index=5)
+        return sender.offer(buffer, 0)
+    try:
+        P2PReceiver(SHAPE, 2, {0: dist.group.WORLD}, staged=False).take(Item(TRAIN, 3, 18, 0), 0)
+    except UserError as error:
+        dist.send(torch.tensor([STOP]), dst=0)
+        return str(error)
+
+
+def test_a_packet_that_is_not_due_is_refused_between_processes():
+    assert run_ranks(take_another_one, 2, timeout_s=20) == [False, "offered packet (kind, step, number)=(0, 3, 17), due is (0, 3, 18)"]
+
+
+def test_a_stop_between_threads_waits_for_the_packets_before_it():
+    """Else a target that one drafter has stopped drops what another drafter still waits for."""
+    link = QueueLink(2, threading.Event())
+    link.failed.set()  # else an empty queue is waited on for ever
+    with pytest.raises(Stopped):
+        QueueReceiver(SHAPE, 2, {0: link}).stop(DUE, 0)
+    assert not link.stopped

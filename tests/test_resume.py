@@ -177,6 +177,24 @@ def test_a_stopped_run_ends_like_the_uninterrupted_one(tiny_preset, straight, tm
     assert_equal_runs(straight, tmp_path / "run")
 
 
+def test_a_stop_that_came_after_the_end_stops_nobody(tiny_preset, tmp_path):
+    """Else the next start ends after one step, and nobody asked it to."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/STOP").touch()
+    finish(tiny_preset, tmp_path / "run")
+    assert steps_of(tmp_path / "run")[-1] == 12
+
+
+def test_a_stopped_run_in_bfloat16_ends_like_the_uninterrupted_one(tiny_preset, tmp_path):
+    """Weights in half precision are copies of the masters: left as they were drawn, the first step after a resume learns from noise."""
+    finish(tiny_preset, tmp_path / "straight", "drafter.dtype=bfloat16")
+    stopped(tiny_preset, tmp_path / "run", "drafter.dtype=bfloat16", step=6)
+    finish(tiny_preset, tmp_path / "run", "drafter.dtype=bfloat16")
+    assert_equal_runs(tmp_path / "straight", tmp_path / "run")
+    inner = json.loads((tmp_path / "run/export/latest/config.json").read_text())["dflash_config"]
+    assert inner["feature_dtype"] == "float32", "the evaluation would round the features that training did not"
+
+
 SPARSE_LOG = ("log.every=5", "validation.every=3", "validation.rows=3")
 
 

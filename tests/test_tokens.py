@@ -59,6 +59,16 @@ def test_equal_data_have_equal_fingerprints(tmp_path):
     assert one == same != other
 
 
+def test_another_mask_has_another_fingerprint(tmp_path):
+    """The mask is half of the data: a resume with other supervised tokens must not pass for the same run."""
+    prints = set()
+    for name, mask in (("a", [0, 1, 1]), ("b", [1, 1, 1])):
+        with StoreWriter(tmp_path / name, dict(META)) as writer:
+            writer.add([1, 2, 3], mask)
+        prints.add(TokenStore.open(tmp_path / name).fingerprint)
+    assert len(prints) == 2
+
+
 def test_an_interrupted_pack_leaves_the_old_store(tmp_path):
     """Stopping a long pack half way must neither lose the store that was there nor leave half of one."""
     before = TokenStore.open(write_store(tmp_path / "store")).fingerprint
@@ -209,6 +219,13 @@ def test_packing_follows_its_seed_and_mixes_lengths():
     assert abs(first.mean() - last.mean()) < 8
 
 
+def test_documents_of_one_length_share_a_row_by_lot():
+    """Neighbours in a file are about the same: side by side in one row they would all go into one step."""
+    rows = {seed: pack_rows([8] * 100, 16, None, "truncate", seed) for seed in (0, 1)}
+    pairs = {seed: {frozenset(r.documents_of(i).tolist()) for i in range(len(r))} for seed, r in rows.items()}
+    assert pairs[0] != pairs[1] and sum(max(pair) - min(pair) == 1 for pair in pairs[0]) < 10
+
+
 def test_a_million_documents_are_packed_tightly():
     """Every start of a run packs; with a loop over documents a big store would keep all devices waiting for minutes."""
     lengths = np.clip(np.random.default_rng(0).lognormal(6, 0.9, 1_000_000), 2, 20_000).astype(int)
@@ -322,3 +339,5 @@ def test_order_depends_on_seed_and_epoch_alone():
     """Solo, threads and processes must train on the same rows in the same order."""
     orders = [[Deal(50, d, 1, seed, epochs=2).row_of(Item(TRAIN, 1, n, 0))[1] for n in range(50)] for d, seed in ((1, 0), (2, 0), (1, 1))]
     assert orders[0] == orders[1] != orders[2]
+    second = [Deal(50, 1, 1, 0, epochs=2).row_of(Item(TRAIN, 1, 50 + n, 0))[1] for n in range(50)]
+    assert second != orders[2], "seeds next to each other must not share their epochs"

@@ -227,6 +227,7 @@ def test_every_answer_is_the_targets_own_in_the_context_of_the_new_ones(tiny_tar
     chat, model = Chat(load_tokenizer(tiny_target)), job.engine.model
     (row,) = [row for row in rows_of(tmp_path / "out.jsonl").values() if len(row["messages"]) == 6]
     assert [m["content"] for m in row["messages"] if m["role"] == "user"] == ["what", "why", "how"]
+    cut = False
     for turn in (1, 3, 5):
         ids = chat.prompt(row["messages"][:turn]).tolist()
         for _ in range(FLAGS["max_tokens"]):
@@ -235,6 +236,8 @@ def test_every_answer_is_the_targets_own_in_the_context_of_the_new_ones(tiny_tar
                 break
         prompt = len(chat.prompt(row["messages"][:turn]))
         assert row["messages"][turn]["content"] == chat.tokenizer.decode(ids[prompt:], skip_special_tokens=True)
+        cut = cut or ids[-1] != 258
+    assert row["cut"] == cut
 
 
 def test_the_target_is_led_to_write_a_users_turn(tiny_target):
@@ -256,7 +259,21 @@ def test_the_target_is_led_to_write_a_users_turn(tiny_target):
     assert chat.tokenizer.decode(second.prompt).endswith(
         "rivers<|im_end|>\n" + head.partition("<|im_end|>\n")[2] + "Very.<|im_end|>\n<|im_start|>user\n"
     )
-    assert question.seed != second.seed
+    last = dialogue.send(Reply("And why?", 3, False))
+    assert len({request.seed for request in (question, answer, second, last)}) == 4
+
+
+def test_a_conversation_is_cut_if_any_of_its_turns_is(tiny_target):
+    """Else half a question, or a first answer without its end, is trained on as if it were whole."""
+    script = Script(Chat(load_tokenizer(tiny_target)), read_spec(tiny_target), 0, Sampling(0, 1, 8), Sampling(1, 1, 8))
+    given = [{"role": role, "content": "x"} for role in ("user", "assistant", "user", "assistant")]
+    for make, turns in ((lambda: script.synthesize("0", turns=2), 4), (lambda: script.regenerate("0", given), 2)):
+        for cut in range(turns + 1):
+            dialogue = make()
+            advance(dialogue, None)
+            for turn in range(turns):
+                _, row = advance(dialogue, Reply("so", 1, turn == cut))
+            assert row["cut"] == (cut < turns)
 
 
 def test_a_prompt_beyond_the_context_is_one_error_row(tiny_target, tmp_path):
