@@ -19,8 +19,9 @@ from common.chat import Chat, load_tokenizer
 from common.config import UserError, check_output, digest, json_object, positive, run_script
 from common.conversation_file import is_loop
 from common.decoding import BlockDrafter, Chooser, decode, first_difference, load_drafter, load_target, speculate
+from common.drafter_files import read_feature_dtype
 from common.prompts import read_prompts
-from common.target_files import open_device, read_json, read_spec, resolve
+from common.target_files import open_device, read_spec, resolve
 
 
 def main(argv):
@@ -51,8 +52,7 @@ def main(argv):
 def load(arguments, folder, spec):
     """The target, a proposer for each tree budget (or one for chains), and their block size."""
     device = open_device(arguments.device)
-    trained_on = read_json(Path(arguments.drafter) / "config.json").get("dflash_config", {}).get("feature_dtype", "bfloat16")
-    dtype = getattr(torch, arguments.dtype or trained_on)
+    dtype = getattr(torch, arguments.dtype or read_feature_dtype(arguments.drafter))
     drafter = load_drafter(arguments.drafter, dtype, device)
     drafter.spec.validate(spec)
     block_size = arguments.block_size or drafter.spec.block_size

@@ -13,7 +13,7 @@ import os
 import sys
 from pathlib import Path
 
-from common.config import UserError, json_object, positive, run_script
+from common.config import UserError, check_output, json_object, positive, run_script
 
 
 def main(argv):
@@ -104,6 +104,8 @@ def add_pack(commands):
 def run_pack(arguments):
     from common.chat import describe_counts, pack
 
+    if arguments.json not in (None, "-"):
+        check_output("--json", arguments.json)
     summary = pack(**{name: value for name, value in vars(arguments).items() if name not in ("run", "json")})
     if arguments.json == "-":
         print(json.dumps(summary, indent=1))
@@ -140,7 +142,7 @@ def run_inspect(arguments):
 
 
 def json_file(text):
-    if text.endswith((".jsonl", ".gz")) or Path(text).is_dir() or not Path(text).parent.is_dir():  # an input behind the flag would be lost
+    if text.endswith((".jsonl", ".gz")):  # an input behind the flag would be lost
         raise ValueError
     return text
 

@@ -331,8 +331,7 @@ def pack(inputs, target, output, max_tokens=None, heldout=0, heldout_output=None
                 continue
             counts["accepted"] += 1
             counts["truncated"] += len(ids) < len(document[0])
-            key = hashlib.blake2b(ids.tobytes(), digest_size=8, key=b"%d" % seed).digest()
-            key = -int.from_bytes(key)
+            key = -int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=8, key=b"%d" % seed).digest())
             if key not in apart:
                 heapq.heappush(keys, key)
             apart.setdefault(key, []).append((ids, mask, source))

@@ -378,12 +378,15 @@ def positive(text):
 
 
 def check_output(flag, path):
-    """Make the folder of a file that will be written; raises UserError if it cannot be."""
+    """Make the folder of a file that will be written, and try the file; raises UserError if it cannot be."""
     path = Path(path)
+    existed = path.exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "ab"):
             pass
+        if not existed:
+            path.unlink()
     except OSError as error:
         raise UserError(f"{flag} {path} cannot be written ({error.strerror}); name another file") from None
 

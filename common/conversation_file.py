@@ -33,11 +33,11 @@ class ConversationFile:
     def _begin(self, marker, settings):
         if self.path.suffix == ".gz":
             raise UserError(f"--output {self.path}: rows are appended as plain text; compress the file when it is done")
-        existed = self.path.exists()
         check_output("--output", self.path)
-        if not existed or not (marker.exists() or self.path.stat().st_size):
+        if not self.path.exists() or not (marker.exists() or self.path.stat().st_size):
             self.rejected.unlink(missing_ok=True)
             marker.write_text(json.dumps(settings, indent=1) + "\n")
+            self.path.touch()
             return
         if not marker.exists():
             raise UserError(f"--output {self.path} exists and was not begun by this command; choose another --output")

@@ -345,6 +345,15 @@ def read_exported_config(folder):
         raise UserError(f"{path} lacks {missing}: this is no exported block drafter") from None
 
 
+def read_feature_dtype(folder):
+    """Name of the features' type that an exported drafter was trained on; bfloat16 where it does not say."""
+    path = Path(folder) / "config.json"
+    name = _objects(path, read_json(path), "dflash_config").get("feature_dtype", "bfloat16")
+    if name not in ("bfloat16", "float16", "float32"):
+        raise UserError(f"{path}: dflash_config.feature_dtype={name!r} must be bfloat16, float16 or float32")
+    return name
+
+
 def _objects(path, config, key):
     value = config.get(key) or {}
     if not isinstance(value, dict):

@@ -104,7 +104,7 @@ def read_spec(folder):
             pad_token_id=_first(config.get("pad_token_id")),
             initializer_range=config.get("initializer_range", 0.02),
             embedding_scale=float(hidden**0.5) if gemma else float(config.get("embedding_multiplier", 1.0)),
-            logit_scale=config.get("logit_scale", 1.0) / config.get("logits_scaling", 1.0),  # Cohere's and Granite's names
+            logit_scale=(config.get("logit_scale") or 1.0) / (config.get("logits_scaling") or 1.0),  # Cohere's and Granite's names
             logit_softcap=config.get("final_logit_softcapping"),
             fingerprint=fingerprint(folder),
         )

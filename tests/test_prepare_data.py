@@ -191,9 +191,10 @@ def test_the_summary_goes_where_it_is_asked_for(tokenizer, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert json.loads((tmp_path / "summary.json").read_text())["accepted"] == 3
     assert "3 accepted" in printed and f"1 x not JSON ({data}:4)" in printed
-    for wrong in (data, tmp_path, tmp_path / "nowhere" / "summary.json"):
-        with pytest.raises(SystemExit):
-            prepare_data.main([*command, "--json", str(wrong)])
+    with pytest.raises(SystemExit):
+        prepare_data.main([*command, "--json", str(data)])
+    with pytest.raises(UserError, match=r"--json .* cannot be written"):
+        prepare_data.main([*command, "--json", str(tmp_path)])
     assert b"oops" in data.read_bytes()
 
 
