@@ -81,9 +81,9 @@ def add_convert(commands):
 
 
 def run_convert(arguments):
-    from common.writer import convert_gguf
+    from common.gguf_file import convert
 
-    convert_gguf(arguments.gguf, arguments.output, arguments.dtype)
+    convert(arguments.gguf, arguments.output, arguments.dtype)
     print(f"{arguments.output}: written; its logits equal those of {arguments.gguf}")
 
 

@@ -14,7 +14,7 @@ FLOORS = (
     ("packet", "target_files", "tokens", "chat", "kernels", "optim", "metrics", "checkpoint", "watch", "acceptance"),
     (
         *("attention_kernel", "attention", "head_kernel", "head", "swiglu_kernel", "drafter_files"),
-        *("links", "comms", "conversation_file", "prompts", "run"),
+        *("links", "comms", "conversation_file", "engines", "gguf_file", "prompts", "run"),
     ),
     ("target", "drafter", "objective", "averaging", "topology"),
     ("plan", "learner", "decoding", "writer"),
@@ -25,7 +25,7 @@ ORDER = [module for floor in FLOORS for module in floor]
 SCRIPTS = FLOORS[-1]
 ALONE = {
     "torch.distributed": {"links", "comms", "topology"},
-    "transformers": {"target", "chat", "decoding", "writer", "evaluate_drafter"},  # the script only to report its version
+    "transformers": {"target", "chat", "decoding", "engines", "gguf_file", "evaluate_drafter"},  # the script only to report its version
 }
 
 

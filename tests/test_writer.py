@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import torch
 from ranks import Job as ScriptJob
-from tokenizers.pre_tokenizers import ByteLevel
 
 from common import writer
 from common.chat import Chat, load_tokenizer
 from common.config import UserError
 from common.conversation_file import is_loop
-from common.target_files import Tensors, read_spec
-from common.writer import Job, LocalEngine, Reply, Request, Sampling, Script, ServerEngine, advance, nucleus
+from common.engines import LocalEngine, Reply, Request, Sampling, SeededChoice, ServerEngine, advance, nucleus
+from common.target_files import read_spec
+from common.writer import Job, Script
 
 FLAGS = dict(
     answers="sampled", temperature=1.0, top_p=0.95, max_tokens=12, keep=("cut", "loop"), chat_template_kwargs={}, seed=3, server=None,
@@ -395,73 +395,7 @@ def test_the_nucleus_is_that_of_a_sort():
 def test_draws_follow_the_distribution(tiny_target):
     scores = torch.log(torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05, 0.0]))
     requests = [Request((1,), Sampling(1.0, 0.94, 1), (), seed) for seed in range(4000)]
-    choice = writer.SeededChoice(requests, 1, "cpu")(torch.zeros(4000, 1, dtype=torch.long), scores.expand(4000, -1)).argmax(-1)
+    choice = SeededChoice(requests, 1, "cpu")(torch.zeros(4000, 1, dtype=torch.long), scores.expand(4000, -1)).argmax(-1)
     share = np.bincount(choice, minlength=6) / 4000
     np.testing.assert_allclose(share, np.array([0.5, 0, 0.3, 0.15, 0, 0]) / 0.95, atol=0.03)
     assert share[[1, 4, 5]].sum() == 0
-
-
-def test_convert_names_the_packages_it_lacks(tmp_path, monkeypatch):
-    monkeypatch.setattr(writer.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="pip install gguf accelerate"):
-        writer.convert_gguf(tmp_path / "model.gguf", tmp_path / "out")
-
-
-def test_convert_keeps_a_quantised_models_words(tmp_path):
-    """A folder that answers otherwise than its GGUF file would give a drafter for another model."""
-    gguf = pytest.importorskip("gguf")
-    pytest.importorskip("accelerate")
-    write_gguf(gguf, tmp_path / "model.gguf")
-    writer.convert_gguf(tmp_path / "model.gguf", tmp_path / "folder", "float32")
-    assert read_spec(tmp_path / "folder").layers == 2
-    embedding = Tensors(tmp_path / "folder").load("model.embed_tokens.weight", torch.float32, "cpu").numpy()
-    np.testing.assert_allclose(embedding, gguf_tensor("token_embd.weight", (260, 32)), atol=0.02)
-    assert Chat(load_tokenizer(tmp_path / "folder")).prompt([{"role": "user", "content": "a"}]).tolist() == [258, 97 - 33, 259]
-    with pytest.raises(UserError, match="folder exists"):
-        writer.convert_gguf(tmp_path / "model.gguf", tmp_path / "folder")
-    whole = (tmp_path / "model.gguf").read_bytes()
-    for size in (3000, len(whole) - 100):
-        (tmp_path / "torn.gguf").write_bytes(whole[:size])
-        with pytest.raises(UserError, match=r"torn\.gguf could not be read"):
-            writer.convert_gguf(tmp_path / "torn.gguf", tmp_path / "other")
-    assert not (tmp_path / "other").exists()
-
-
-def write_gguf(gguf, path):
-    """A llama of two layers with Q8_0 matrices, a tokenizer of bytes and a chat template."""
-    file = gguf.GGUFWriter(path, "llama")
-    file.add_context_length(64)
-    file.add_embedding_length(32)
-    file.add_block_count(2)
-    file.add_feed_forward_length(64)
-    file.add_head_count(4)
-    file.add_head_count_kv(2)
-    file.add_layer_norm_rms_eps(1e-5)
-    file.add_rope_freq_base(10000.0)
-    file.add_tokenizer_model("gpt2")
-    file.add_token_list([*sorted(ByteLevel.alphabet()), "aa", "bb", "<|user|>", "<|end|>"])
-    file.add_token_types([1] * 258 + [3, 3])
-    file.add_token_merges(["a a", "b b"])
-    file.add_bos_token_id(258)
-    file.add_eos_token_id(259)
-    file.add_chat_template("{% for m in messages %}<|user|>{{ m.content }}{% endfor %}<|end|>")
-    shapes = {"token_embd": (260, 32), "output_norm": (32,)}
-    layer = {
-        "attn_norm": (32,), "attn_q": (32, 32), "attn_k": (16, 32), "attn_v": (16, 32), "attn_output": (32, 32), "ffn_norm": (32,),
-        "ffn_gate": (64, 32), "ffn_up": (64, 32), "ffn_down": (32, 64),
-    }  # fmt: skip
-    shapes |= {f"blk.{i}.{name}": shape for i in range(2) for name, shape in layer.items()}
-    for name, shape in shapes.items():
-        values, kind = gguf_tensor(f"{name}.weight", shape), gguf.GGMLQuantizationType.Q8_0
-        if len(shape) == 1:
-            file.add_tensor(f"{name}.weight", values)
-        else:
-            file.add_tensor(f"{name}.weight", gguf.quants.quantize(values, kind), raw_dtype=kind)
-    file.write_header_to_file()
-    file.write_kv_data_to_file()
-    file.write_tensors_to_file()
-    file.close()
-
-
-def gguf_tensor(name, shape):
-    return np.random.default_rng(list(name.encode())).standard_normal(shape, dtype=np.float32)
