@@ -14,14 +14,17 @@ import torch
 import transformers
 from tqdm import tqdm
 
-from common.acceptance import mean_tau, prompt_lookup, ratio, summarize, table
-from common.chat import Chat, load_tokenizer
-from common.config import UserError, check_output, digest, json_object, positive, run_script
-from common.conversation_file import is_loop
-from common.decoding import BlockDrafter, Chooser, decode, first_difference, load_drafter, load_target, speculate
-from common.drafter_files import read_feature_dtype
-from common.prompts import read_prompts
-from common.target_files import open_device, read_spec, resolve
+from common.cli import check_output, json_object, open_device, positive, run_script
+from common.data.chat import Chat, load_tokenizer
+from common.data.prompts import read_prompts
+from common.decoding.report import mean_tau, prompt_lookup, ratio, summarize, table
+from common.decoding.speculate import BlockDrafter, Chooser, decode, first_difference, load_drafter, speculate
+from common.decoding.target import load_target
+from common.drafter.export import read_feature_dtype
+from common.errors import UserError
+from common.generation.conversation_file import is_loop
+from common.target.files import read_spec, resolve
+from common.trees import digest
 
 
 def main(argv):
@@ -82,7 +85,7 @@ def one_prompt(arguments, target, answer, plain, seed):
     """A prompt's record; `difference` says where the answer parts from plain decoding, and between how close scores."""
     difference = plain and first_difference(target, answer, plain, Chooser(arguments.temperature, seed))
     record = {"prompt_ids": answer.prompt, "output_ids": answer.tokens, "accepted": answer.accepted}
-    return record | ({"difference": dict(zip(("place", "score_gap"), difference, strict=True))} if difference else {})
+    return record | ({"difference": dict(zip(("index", "score_gap"), difference, strict=True))} if difference else {})
 
 
 def describe(arguments, chat, target, spec):

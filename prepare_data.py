@@ -13,7 +13,8 @@ import os
 import sys
 from pathlib import Path
 
-from common.config import UserError, check_output, json_object, positive, run_script
+from common.cli import check_output, json_object, positive, run_script
+from common.errors import UserError
 
 
 def main(argv):
@@ -67,7 +68,7 @@ def add_writing(commands, name, run, purpose):
 
 
 def open_job(arguments):
-    from common.writer import Job
+    from common.generation.generate import Job
 
     return Job.open(**{name: value for name, value in vars(arguments).items() if name not in ("run", "num")})
 
@@ -81,7 +82,7 @@ def add_convert(commands):
 
 
 def run_convert(arguments):
-    from common.gguf_file import convert
+    from common.generation.gguf import convert
 
     convert(arguments.gguf, arguments.output, arguments.dtype)
     print(f"{arguments.output}: written; its logits equal those of {arguments.gguf}")
@@ -102,7 +103,7 @@ def add_pack(commands):
 
 
 def run_pack(arguments):
-    from common.chat import describe_counts, pack
+    from common.data.tokenizing import describe_counts, pack
 
     if arguments.json not in (None, "-"):
         check_output("--json", arguments.json)
@@ -127,8 +128,9 @@ def add_inspect(commands):
 
 
 def run_inspect(arguments):
-    from common.chat import Chat, describe_counts, load_tokenizer
-    from common.tokens import TokenStore
+    from common.data.chat import Chat, load_tokenizer
+    from common.data.store import TokenStore
+    from common.data.tokenizing import describe_counts
 
     store = TokenStore.open(arguments.store)
     if arguments.document is None:

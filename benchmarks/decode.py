@@ -17,13 +17,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import drafter_step, eight_billion, measure
-from common.acceptance import mean_tau
-from common.chat import Chat, load_tokenizer
-from common.config import run_script
-from common.decoding import BlockDrafter, Chooser, DecodingTarget, decode, load_drafter, load_target, speculate
-from common.drafter import Drafter
-from common.prompts import read_prompts
-from common.target_files import read_spec, resolve
+from common.cli import run_script
+from common.data.chat import Chat, load_tokenizer
+from common.data.prompts import read_prompts
+from common.decoding.report import mean_tau
+from common.decoding.speculate import BlockDrafter, Chooser, decode, load_drafter, speculate
+from common.decoding.target import DecodingTarget, load_target
+from common.drafter.backbone import Drafter
+from common.target.files import read_spec, resolve
 
 TREES = (16, 64, 256)
 

@@ -18,13 +18,17 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import measure
-from common import attention, kernels, objective
-from common.attention import attention_kernel
-from common.config import ObjectiveConfig, run_script
-from common.drafter import Drafter
-from common.drafter_files import FULL, SLIDING, DrafterSpec
-from common.packet import Row
-from common.target_files import Vocabulary
+from common import compile_cache
+from common.cli import run_script
+from common.config import ObjectiveConfig
+from common.data.rows import Row
+from common.drafter import attention
+from common.drafter.attention import attention_kernel
+from common.drafter.backbone import Drafter
+from common.drafter.spec import FULL, SLIDING, DrafterSpec
+from common.objective.block_loss import base_loss
+from common.objective.blocks import build_blocks, draw_anchors
+from common.target.vocabulary import Vocabulary
 
 SPEC = DrafterSpec(
     hidden_size=4096, intermediate_size=12288, layers=5, heads=32, kv_heads=8, head_dim=128, layer_types=(FULL,) * 5, window=None,
@@ -87,13 +91,10 @@ def random_row(generator, row_tokens, documents, vocab_size, even=True):
     return Row(generator.integers(0, vocab_size, row_tokens).astype(np.int32), document_start, loss_mask, row_tokens, documents)
 
 
-def build_blocks(spec, row, anchors, number=0):
-    """A packet's blocks with their mask plan, on the host."""
-    anchor, keep = objective.draw_anchors(row, anchors, seed=0, number=number)
-    blocks = objective.build_blocks(row, anchor, keep, spec.block_size, spec.mask_token_id)
-    mask_spec = attention.MaskSpec(len(row.tokens), anchors, spec.block_size)
-    blocks.mask = attention.plan(mask_spec, anchor, blocks.lo_A.numpy(), keep, spec.window)
-    return blocks
+def draw_blocks(spec, row, anchors, number=0):
+    """A packet's blocks, on the host."""
+    anchor, keep = draw_anchors(row, anchors, seed=0, number=number)
+    return build_blocks(row, anchor, keep, spec.block_size, spec.mask_token_id, window=spec.window)
 
 
 class Step:
@@ -110,7 +111,7 @@ class Step:
         embedding, head = (torch.randn(spec.vocab_size, spec.hidden_size, **draw).mul_(0.02) for _ in range(2))
         self.vocabulary = Vocabulary(embedding, head, 1.0, None)
         self.draw = lambda rows: torch.randn(rows, len(spec.taps) * spec.hidden_size, **draw)
-        self.forward = kernels.handle("drafter", self._run, device, (id(self),), recompute=RECOMPUTE) if compiled else self._run
+        self.forward = compile_cache.handle("drafter", self._run, device, (id(self),), recompute=RECOMPUTE) if compiled else self._run
 
     def _run(self, *inputs):
         return self.model(*inputs)
@@ -119,7 +120,7 @@ class Step:
         self.model.zero_grad(set_to_none=True)
         embeddings = self.vocabulary.embed(blocks.tokens_U)
         hidden = self.forward(embeddings, blocks.positions_AK, features, blocks.context_positions_T, blocks.mask)
-        result = objective.loss(hidden, self.vocabulary, blocks, ObjectiveConfig(head=head))
+        result = base_loss(hidden, self.vocabulary, blocks, ObjectiveConfig(head=head))
         result.loss_sum.backward()
         return result
 
@@ -131,7 +132,7 @@ def measure_case(spec, dtype, device, case, ceiling, repeats, profile=False, che
     row_tokens, documents, anchors = case
     forget_steps()
     step = Step(spec, dtype, device, checkpointing=checkpointing)
-    blocks = build_blocks(spec, random_row(np.random.default_rng(0), row_tokens, documents, spec.vocab_size), anchors)
+    blocks = draw_blocks(spec, random_row(np.random.default_rng(0), row_tokens, documents, spec.vocab_size), anchors)
     flop = useful_flop(spec, row_tokens, anchors, visible_pairs(blocks, spec))
     features, blocks = step.draw(row_tokens), blocks.to(device)
     times = measure.timed(lambda: step(features, blocks), device, repeats=repeats)
@@ -150,7 +151,7 @@ def measure_case(spec, dtype, device, case, ceiling, repeats, profile=False, che
         share_of_ceiling=tflops / ceiling,
         ceiling_tflops=ceiling,
         peak_gib=measure.peak_gib(lambda: step(features, blocks), device),
-        compiles=kernels.stats()["compiles"],
+        compiles=compile_cache.stats()["compiles"],
     )
     if profile:
         report_profile(lambda: step(features, blocks), device, case)
@@ -158,7 +159,7 @@ def measure_case(spec, dtype, device, case, ceiling, repeats, profile=False, che
 
 def forget_steps():
     """Free the drafters of earlier cases, which their compiled kernels hold, or they count in this one's memory."""
-    kernels.reset()
+    compile_cache.reset()
     torch._dynamo.reset()
     gc.collect()
 
@@ -195,7 +196,7 @@ def check(device, tiny):
         slow.model.load_state_dict(fast.model.state_dict())
         slow.vocabulary = Vocabulary(fast.vocabulary.embedding.float(), fast.vocabulary.head.float(), 1.0, None)
         row = random_row(generator, row_tokens, 7, spec.vocab_size, even=False)
-        blocks, features = build_blocks(spec, row, anchors).to(device), fast.draw(row_tokens)
+        blocks, features = draw_blocks(spec, row, anchors).to(device), fast.draw(row_tokens)
         dense = dataclasses.replace(blocks, mask=blocks.mask._replace(full_tiles=None, sliding_tiles=None))
         losses = fast(features, blocks).loss_sum.item(), slow(features.float(), dense, head="checkpoint").loss_sum.item()
         truth = slow.gradients()
@@ -211,12 +212,12 @@ def check(device, tiny):
 
 def steady(step, device, generator, row_tokens, anchors, packets):
     """Fresh packets of random documents and supervised counts: no wait for the device, no compile, memory flat."""
-    features, before = step.draw(row_tokens), kernels.stats()["compiles"]
+    features, before = step.draw(row_tokens), compile_cache.stats()["compiles"]
     reserved = []
     for number in range(packets):
         row = random_row(generator, row_tokens, int(generator.integers(1, 20)), step.spec.vocab_size, even=False)
         row.loss_mask[int(generator.integers(0, row_tokens)) :] = 0
-        blocks = build_blocks(step.spec, row, anchors, number)
+        blocks = draw_blocks(step.spec, row, anchors, number)
         if device.type == "cuda":
             torch.cuda.set_sync_debug_mode("error")
         step(features, blocks.to(device))
@@ -225,7 +226,11 @@ def steady(step, device, generator, row_tokens, anchors, packets):
             reserved.append(torch.cuda.memory_reserved(device))
     growth = (reserved[-1] - reserved[len(reserved) // 4]) / 2**30 if reserved else 0.0
     measure.report(
-        device, benchmark="drafter_step_steady", packets=packets, compiles=kernels.stats()["compiles"] - before, reserved_growth_gib=growth
+        device,
+        benchmark="drafter_step_steady",
+        packets=packets,
+        compiles=compile_cache.stats()["compiles"] - before,
+        reserved_growth_gib=growth,
     )
 
 
@@ -233,7 +238,7 @@ def sweep(device, tiny, repeats):
     """Times of the attention alone at one layer of the 8B shape: each kernel over its tilings, then whole beside the other twins."""
     spec, (row_tokens, documents, anchors) = (TINY, CASES["tiny"][0]) if tiny else (SPEC, CASES["full"][0])
     dtype, queries = torch.float32 if tiny else torch.bfloat16, anchors * spec.block_size
-    blocks = build_blocks(spec, random_row(np.random.default_rng(0), row_tokens, documents, spec.vocab_size), anchors)
+    blocks = draw_blocks(spec, random_row(np.random.default_rng(0), row_tokens, documents, spec.vocab_size), anchors)
     product_flop = 2 * spec.heads * spec.head_dim * visible_pairs(blocks, spec)
     plan = blocks.mask.to(device)
     mask = attention.SparseMask(attention.MaskSpec(row_tokens, anchors, spec.block_size), plan, plan.full_tiles, None)
@@ -243,7 +248,7 @@ def sweep(device, tiny, repeats):
     report = lambda **case: measure.report(device, benchmark="attention_sweep", **case)  # noqa: E731
 
     def time_whole(name, attend, mask):
-        run = kernels.handle(f"attention_{name}", lambda q, k, v, bk, bv, mask: attend(q, (k, v), (bk, bv), mask), device)
+        run = compile_cache.handle(f"attention_{name}", lambda q, k, v, bk, bv, mask: attend(q, (k, v), (bk, bv), mask), device)
         both = measure.timed(lambda: torch.autograd.grad(run(*inputs, mask), inputs, gradient), device, repeats=repeats)
         forward = measure.timed(lambda: run(*inputs, mask), device, repeats=repeats)
         report(kernel=name, forward_ms=forward.median_ms, backward_ms=both.median_ms - forward.median_ms)

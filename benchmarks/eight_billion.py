@@ -5,9 +5,9 @@ import json
 import numpy as np
 import torch
 
-from common.target import attention_for
-from common.target_files import Vocabulary
-from common.tokens import StoreWriter
+from common.data.store import StoreWriter
+from common.target.model import attention_for
+from common.target.vocabulary import Vocabulary
 
 QWEN3_8B = dict(
     model_type="qwen3", architectures=["Qwen3ForCausalLM"], vocab_size=151936, hidden_size=4096, intermediate_size=12288,

@@ -16,23 +16,23 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import eight_billion, measure, scaling
-from common import topology
-from common.config import run_script
+from common.cli import run_script
+from common.distributed import jobs
 
 
 class ComparedTrainer(scaling.TimedTrainer):
     """A trainer that measures its parts when it has measured the whole."""
 
     def report(self, seconds):
-        steps, ktok = self.plan.deal.steps - scaling.WARMUP_STEPS, self.plan.shape.row_tokens / 1e3
-        item, device = next(self.plan.deal.items()), self.seat.device
-        packet = self.seat.link.take(item, None)
+        steps, ktok = self.plan.schedule.steps - scaling.WARMUP_STEPS, self.plan.shape.row_tokens / 1e3
+        assignment, device = next(self.plan.schedule.assignments()), self.context.device
+        packet = self.context.link.take(assignment, None)
 
         def learn():
-            self.learner.step(1, self.learner.backward(packet, item.number).weight_sum)
+            self.learner.step(1, self.learner.backward(packet, assignment.number).weight_sum)
 
         with torch.no_grad():
-            target_s = measure.timed(lambda: self.seat.link.capture(item, packet), device).median_ms / 1e3
+            target_s = measure.timed(lambda: self.context.link.capture(assignment, packet), device).median_ms / 1e3
         drafter_s = measure.timed(learn, device).median_ms / 1e3
         measure.report(
             device,
@@ -53,16 +53,16 @@ def main(arguments):
     asked = argparse.Namespace(**vars(parser.parse_args(arguments)), sync="average", link="auto", row_tokens=12288)
     with tempfile.TemporaryDirectory() as folder:
         shape, plan = scaling.make_plan(asked, 1, Path(folder))
-        with topology.join(plan.config) as job:
-            job.connect(plan.shape, plan.deal)
+        with jobs.join(plan.config) as job:
+            job.connect(plan.shape, plan.schedule)
 
-            def make_server(seat):
-                model = eight_billion.random_target(shape, seat.device, plan.shape.dtype)
-                return scaling.TimedServer(plan, seat, model)
+            def make_server(context):
+                model = eight_billion.random_target(shape, context.device, plan.shape.dtype)
+                return scaling.TimedServer(plan, context, model)
 
-            def make_trainer(seat):
-                vocabulary = eight_billion.random_vocabulary(plan.target, seat.device, getattr(torch, plan.config.drafter.dtype))
-                return ComparedTrainer(plan, seat, scaling.Stopless, vocabulary)
+            def make_trainer(context):
+                vocabulary = eight_billion.random_vocabulary(plan.target, context.device, getattr(torch, plan.config.drafter.dtype))
+                return ComparedTrainer(plan, context, scaling.Stopless, vocabulary)
 
             job.run(make_server, make_trainer)
 

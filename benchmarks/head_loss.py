@@ -14,11 +14,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import measure
-from common import kernels, objective
-from common.config import ObjectiveConfig, run_script
-from common.head import slot_values_and_gradients
-from common.packet import Row
-from common.target_files import Vocabulary
+from common import compile_cache
+from common.cli import run_script
+from common.config import ObjectiveConfig
+from common.data.rows import Row
+from common.objective.block_loss import base_loss
+from common.objective.blocks import build_blocks, draw_anchors
+from common.objective.head import slot_values_and_gradients
+from common.target.vocabulary import Vocabulary
 
 FULL = dict(hidden=4096, rows=151936, block_size=16, dtype=torch.bfloat16)
 TINY = dict(hidden=32, rows=301, block_size=4, dtype=torch.float32)
@@ -36,7 +39,7 @@ def inputs(anchors, shape, device, tokens_per_document=3072):
     index = np.arange(T, dtype=np.int32)
     tokens = np.random.default_rng(0).integers(0, shape["rows"], T).astype(np.int32)
     row = Row(tokens, index - index % tokens_per_document, np.ones(T, np.uint8), T, -(-T // tokens_per_document))
-    blocks = objective.build_blocks(row, *objective.draw_anchors(row, anchors, seed=0, number=0), shape["block_size"], mask_token_id=0)
+    blocks = build_blocks(row, *draw_anchors(row, anchors, seed=0, number=0), shape["block_size"], mask_token_id=0)
     head = torch.randn(shape["rows"], shape["hidden"], device=device).mul_(shape["hidden"] ** -0.5).to(shape["dtype"])
     hidden = torch.randn(anchors, shape["block_size"] - 1, shape["hidden"], device=device, dtype=shape["dtype"], requires_grad=True)
     return hidden, Vocabulary(head, head, 1.0, None), blocks.to(device)
@@ -50,7 +53,7 @@ def whole(anchors, shape, device, ceiling, chunks, repeats):
 
         def run(config=config, chunk=chunk):
             hidden.grad = None
-            objective.loss(hidden, vocabulary, blocks, config, chunk_anchors=chunk).loss_sum.backward()
+            base_loss(hidden, vocabulary, blocks, config, chunk_anchors=chunk).loss_sum.backward()
 
         times = measure.timed(run, device, repeats=repeats)
         tflops = measure.tflops(useful_flop(anchors, shape), times)
@@ -74,10 +77,10 @@ def pointwise(anchors, shape, device, repeats):
     rows = anchors * (shape["block_size"] - 1)
     logits = torch.randn(rows, shape["rows"], device=device).to(shape["dtype"])
     labels = torch.randint(shape["rows"], (rows,), device=device)
-    compiled = kernels.handle("head_benchmark", slot_values_and_gradients, device, (rows,))
+    compiled = compile_cache.handle("head_benchmark", slot_values_and_gradients, device, (rows,))
     cases = {"compiled torch": lambda: compiled(logits, labels, None, "ce", None)}
     if device.type == "cuda":
-        from common.head_kernel import cross_entropy_
+        from common.objective.head_kernel import cross_entropy_
 
         cases |= {f"triton {t}": lambda t=t: cross_entropy_(logits, labels, None, t) for t in TILINGS}
     floor_ms = 2e3 * logits.nbytes / measure.copy_bytes_per_s(device, min(2**31, logits.nbytes))

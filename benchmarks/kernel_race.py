@@ -2,10 +2,10 @@
 
     python benchmarks/kernel_race.py [--seconds 20] [--tiny]
 
-The undeterministic twin of tests/test_kernels.py; common/kernels.py tells the story. Modes, each in a process of its own:
+The undeterministic twin of tests/test_kernels.py; common/compile_cache.py tells the story. Modes, each in a process of its own:
 - `singleton`: one `torch.compile(flex_attention)` for all;
 - `dict`: one per device and shape, created under a lock (the historical fix);
-- `cache`: common/kernels.py.
+- `cache`: common/compile_cache.py.
 Each thread compiles a shape of its own (a number of heads), then makes calls of shapes that exist, and so on; a call is a forward and a
 backward. The naive guards get their recompile limit lifted, so that the race alone is measured. `errors` are refusals, `stuck` says that
 torch's flag was still up when all threads had ended: then every call fails for the rest of the process. On CPU (--tiny) the naive guards
@@ -28,8 +28,9 @@ from torch.nn.attention import flex_attention as flex
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import measure
-from common import kernels
-from common.config import UserError, run_script
+from common import compile_cache
+from common.cli import run_script
+from common.errors import UserError
 
 TOKENS, HEAD_DIM, THREADS, WARM_CALLS = 256, 64, 2, 20
 PATIENCE_S = 120.0
@@ -83,7 +84,7 @@ def run(mode, device, backend, seconds):
             attend(H)(query, key, value).sum().backward()
             return True
         except Exception as error:
-            if kernels.REFUSAL in str(error):
+            if compile_cache.REFUSAL in str(error):
                 refusals.append(H)
             else:
                 other[type(error).__name__] = str(error)[:200]
@@ -109,7 +110,7 @@ def run(mode, device, backend, seconds):
         "mode": mode,
         "calls": len(calls),
         "errors": len(refusals),
-        "retries": kernels.stats()["retries"],
+        "retries": compile_cache.stats()["retries"],
         "shapes": next(heads) - 1,
         "compiled": len(existing),
         "stuck": torch.fx._symbolic_trace.is_fx_symbolic_tracing(),
@@ -136,7 +137,7 @@ def dict_with_lock(device, backend):
 
 
 def cache(device, backend):
-    return lambda H: kernels.handle("attend", flex.flex_attention, device, (H, TOKENS, HEAD_DIM), backend)
+    return lambda H: compile_cache.handle("attend", flex.flex_attention, device, (H, TOKENS, HEAD_DIM), backend)
 
 
 GUARDS = {"singleton": singleton, "dict": dict_with_lock, "cache": cache}

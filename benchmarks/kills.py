@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from ranks import descendants, start_torchrun, stop_job
 
 from benchmarks import tiny
-from common import config as configuration
+from common import cli
 
 RANKS, CHECKPOINT = 5, 70
 
@@ -124,4 +124,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    configuration.run_script(main)
+    cli.run_script(main)

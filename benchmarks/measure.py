@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from common.config import UserError
+from common.errors import UserError
 
 
 class Times(NamedTuple):

@@ -14,8 +14,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import measure
-from common.config import OptimConfig, run_script
-from common.optim import Optimizer
+from common.cli import run_script
+from common.config import OptimConfig
+from common.training.optim import Optimizer
 
 STEP_BYTES = 2 + 24 + 2
 PACKET_BYTES = 2 + 8

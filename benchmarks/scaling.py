@@ -19,12 +19,18 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import eight_billion, measure
-from common import config as configuration
-from common import objective, target_files, tokens, topology
-from common.config import run_script
-from common.drafter_files import DrafterSpec
-from common.packet import PacketShape
-from common.plan import Plan
+from common import config_reader
+from common.cli import run_script
+from common.data.packing import pack_rows
+from common.data.rows import RowLoader
+from common.data.schedule import Schedule
+from common.data.store import TokenStore
+from common.distributed import jobs
+from common.distributed.packet import PacketShape
+from common.drafter.spec import DrafterSpec
+from common.objective.blocks import default_anchors
+from common.target.files import read_spec
+from common.training.plan import Plan
 from serve_targets import Server
 from train_drafter import Trainer
 
@@ -39,21 +45,21 @@ class TimedTrainer(Trainer):
     """A trainer that times its steps instead of validating and saving."""
 
     def run(self):
-        if self.seat.index == 0:
-            self.seat.board.put("start", {"step": 0})
-        self.handshake_us = round_trip_us(self.seat.link, self.seat.index, first=False)
+        if self.context.index == 0:
+            self.context.status.put("start", {"step": 0})
+        self.handshake_us = round_trip_us(self.context.link, self.context.index, first=False)
         self.run_files.reset_rates()
-        device, begin = self.seat.device, None
+        device, begin = self.context.device, None
         self.averaging_s = 0.0
-        for step, entries in groupby(self.seat.agenda(), key=lambda entry: entry[0].step):
+        for step, entries in groupby(self.context.packets(), key=lambda entry: entry[0].step):
             if step == WARMUP_STEPS + 1:
                 _synchronize(device)
-                self.seat.comm.barrier()
+                self.context.comm.barrier()
                 self.run_files.reset_rates()
-                self.seat.link.wait.take_seconds()
+                self.context.link.wait.take_seconds()
                 self.averaging_s, begin = 0.0, time.perf_counter()
             self.train_step(step, list(entries))
-            if self.averaging.due(step) and self.seat.comm.size > 1:
+            if self.averaging.due(step) and self.context.comm.size > 1:
                 _synchronize(device)
                 start = time.perf_counter()
                 self.averaging.weights(step)
@@ -63,17 +69,17 @@ class TimedTrainer(Trainer):
         self.report(time.perf_counter() - begin)
 
     def report(self, seconds):
-        comm, steps = self.seat.comm, self.plan.deal.steps - WARMUP_STEPS
+        comm, steps = self.context.comm, self.plan.schedule.steps - WARMUP_STEPS
         self.meters.drain(comm)
-        self.meters.add(self.run_files.rates(self.seat.link.wait.take_seconds()))
+        self.meters.add(self.run_files.rates(self.context.link.wait.take_seconds()))
         self.meters.add({"averaging_share": (self.averaging_s, seconds)})
         values = self.meters.drain(comm)
-        if self.seat.index == 0:
+        if self.context.index == 0:
             packet_bytes = self.plan.shape.buffer_bytes
             measure.report(
-                self.seat.device,
+                self.context.device,
                 benchmark="scaling",
-                targets=len(self.seat.layout.targets),
+                targets=len(self.context.layout.targets),
                 drafters=comm.size,
                 sync=self.plan.config.sync.mode,
                 ktok_per_s=values["tokens_per_s"] / 1e3,
@@ -81,7 +87,7 @@ class TimedTrainer(Trainer):
                 link_gb_per_s=packet_bytes * steps / seconds / 1e9,
                 handshake_us=self.handshake_us,
                 averaging_ms=1e3 * self.averaging_s,
-                peak_gib=_peak(self.seat.device),
+                peak_gib=_peak(self.context.device),
                 **{name: values[name] for name in ("wait_share", "target_busy", "target_blocked", "averaging_share")},
             )
 
@@ -103,15 +109,15 @@ def round_trip_us(link, index, first, trips=200):
 
 class TimedServer(Server):
     def run(self):
-        round_trip_us(self.seat.link, self.seat.index, first=True)
+        round_trip_us(self.context.link, self.context.index, first=True)
         super().run()
-        print(f"target {self.seat.index}: peak {_peak(self.seat.device):.1f} GiB", file=sys.stderr, flush=True)
+        print(f"target {self.context.index}: peak {_peak(self.context.device):.1f} GiB", file=sys.stderr, flush=True)
 
 
 def make_plan(asked, drafters, folder):
     shape = eight_billion.TINY if asked.tiny else eight_billion.QWEN3_8B
     T, steps = (128, WARMUP_STEPS + 5) if asked.tiny else (asked.row_tokens, WARMUP_STEPS + asked.steps)
-    config = configuration.from_dict(
+    config = config_reader.from_dict(
         {
             "target": {"path": str(folder / "target"), "dtype": "float32" if asked.tiny else "bfloat16"},
             "drafter": ({"dtype": "float32", "layers": 2, "block_size": 8} if asked.tiny else {"layers": 5, "block_size": 16})
@@ -127,13 +133,13 @@ def make_plan(asked, drafters, folder):
     config.log.dir = str(folder / "run")
     eight_billion.write_target(folder / "target", shape)
     eight_billion.write_store(folder / "store", shape["vocab_size"], 2 * drafters, T, 4)
-    spec = target_files.read_spec(folder / "target")
+    spec = read_spec(folder / "target")
     drafter = DrafterSpec.resolve(config.drafter, spec, folder / "target")
-    store = tokens.TokenStore.open(folder / "store")
-    rows = tokens.RowLoader(store, tokens.pack_rows(store.lengths, T, None, "truncate", 0))
-    deal = tokens.Deal(len(rows), drafters, 1, 0, steps=steps)
+    store = TokenStore.open(folder / "store")
+    rows = RowLoader(store, pack_rows(store.lengths, T, None, "truncate", 0))
+    schedule = Schedule(len(rows), drafters, 1, 0, steps=steps)
     packet = PacketShape(T, len(drafter.taps) * spec.hidden_size, getattr(torch, config.target.dtype))
-    return shape, Plan(config, folder, spec, drafter, rows, None, deal, packet, objective.default_anchors(T, drafter.block_size))
+    return shape, Plan(config, folder, spec, drafter, rows, None, schedule, packet, default_anchors(T, drafter.block_size))
 
 
 def _peak(device):
@@ -157,16 +163,16 @@ def main(arguments):
     with tempfile.TemporaryDirectory() as folder:
         drafters = asked.drafters if int(os.environ.get("WORLD_SIZE", 1)) > 1 else 1
         shape, plan = make_plan(asked, drafters, Path(folder))
-        with topology.join(plan.config) as job:
-            job.connect(plan.shape, plan.deal)
+        with jobs.join(plan.config) as job:
+            job.connect(plan.shape, plan.schedule)
 
-            def make_server(seat):
-                model = eight_billion.random_target(shape, seat.device, plan.shape.dtype)
-                return TimedServer(plan, seat, model)
+            def make_server(context):
+                model = eight_billion.random_target(shape, context.device, plan.shape.dtype)
+                return TimedServer(plan, context, model)
 
-            def make_trainer(seat):
+            def make_trainer(context):
                 dtype = getattr(torch, plan.config.drafter.dtype)
-                return TimedTrainer(plan, seat, Stopless, eight_billion.random_vocabulary(plan.target, seat.device, dtype))
+                return TimedTrainer(plan, context, Stopless, eight_billion.random_vocabulary(plan.target, context.device, dtype))
 
             job.run(make_server, make_trainer)
 

@@ -25,8 +25,10 @@ import torch
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
-from common.config import UserError, run_script  # noqa: E402
-from common.tokens import TokenStore, pack_rows  # noqa: E402
+from common.cli import run_script
+from common.data.packing import pack_rows
+from common.data.store import TokenStore
+from common.errors import UserError
 
 PRESET, TOPICS = (REPOSITORY / "launch/presets" / name for name in ("smollm2_135m.yaml", "smollm2_135m_topics.txt"))
 ROW_DOCUMENTS, ANCHORS = 32, 128  # conversations of a step, blocks of a conversation
@@ -175,7 +177,7 @@ class RealRun:
         )  # fmt: skip
         seconds, records = time.monotonic() - begun_s, read_rows(folder / "metrics.jsonl")
         rates = sorted(record["tokens_per_s"] for record in records if "tokens_per_s" in record)
-        validated = [record for record in records if "walk_tau" in record]
+        validated = [record for record in records if "heldout_tau" in record]
         trained = {
             "seconds": seconds,
             "steps": steps,
@@ -184,8 +186,8 @@ class RealRun:
             "tokens": int(steps * store.lengths.sum() / rows),
             "median_tokens_per_s": rates[len(rates) // 2] if rates else None,
             "curve": [[record[key] for key in ("step", "loss", "tau")] for record in records if "loss" in record][::5],
-            "walk_tau": {key: value for key, value in validated[-1].items() if key.startswith("walk_tau")},
-            "walk_tau_by_step": {record["step"]: record["walk_tau"] for record in validated},
+            "heldout_tau": {key: value for key, value in validated[-1].items() if key.startswith("heldout_tau")},
+            "walk_tau_by_step": {record["step"]: record["heldout_tau"] for record in validated},
         }
         with self.writing:
             self.report["variants"][variant]["train"] = trained

@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import serve_targets
 import train_drafter
 from benchmarks import tiny
-from common import config as configuration
-from common.tokens import TRAIN
+from common import cli
+from common.data.schedule import TRAIN
 
 TARGETS, DRAFTERS, SYNC, CHECKPOINT = 3, 2, 7, 70
 SAMPLE_S = 0.5
@@ -32,31 +32,31 @@ GROWTH_MIB = 8.0  # more than an allocator's noise between the first fifth of a 
 class DawdlingServer(serve_targets.Server):
     """A target that is slow one time in five."""
 
-    def __init__(self, plan, seat):
-        super().__init__(plan, seat)
-        self._draw, self._memory = random.Random(seat.index), MemoryNotes(f"target{seat.index}")
+    def __init__(self, plan, context):
+        super().__init__(plan, context)
+        self._draw, self._memory = random.Random(context.index), MemoryNotes(f"target{context.index}")
 
-    def capture(self, item, buffer):
+    def capture(self, assignment, buffer):
         if self._draw.random() < 0.2:
             time.sleep(self._draw.uniform(0, 0.02))
-        self._memory.take(item.step)
-        super().capture(item, buffer)
+        self._memory.take(assignment.step)
+        super().capture(assignment, buffer)
 
 
 class CountingTrainer(train_drafter.Trainer):
-    """A drafter that knows which packet is due without asking the deal: the drafters take turns."""
+    """A drafter that knows which packet is due without asking the schedule: the drafters take turns."""
 
-    def __init__(self, plan, seat, stop):
-        super().__init__(plan, seat, stop)
-        self._taken, self._memory = 0, MemoryNotes(f"drafter{seat.index}")
+    def __init__(self, plan, context, stop):
+        super().__init__(plan, context, stop)
+        self._taken, self._memory = 0, MemoryNotes(f"drafter{context.index}")
 
-    def take(self, item, target, phase="step"):
-        packet = super().take(item, target, phase)
-        if item.kind == TRAIN:
-            due = self._taken * DRAFTERS + self.seat.index
+    def take(self, assignment, target, phase="step"):
+        packet = super().take(assignment, target, phase)
+        if assignment.kind == TRAIN:
+            due = self._taken * DRAFTERS + self.context.index
             assert packet.message.get("number") == due, f"packet {packet.message.get('number')} came, {due} was due"
             self._taken += 1
-        self._memory.take(item.step)
+        self._memory.take(assignment.step)
         return packet
 
 
@@ -135,4 +135,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    configuration.run_script(main)
+    cli.run_script(main)

@@ -14,10 +14,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import eight_billion, measure
-from common import kernels, target
-from common.config import run_script
-from common.drafter_files import auto_taps
-from common.packet import Row
+from common import compile_cache
+from common.cli import run_script
+from common.data.rows import Row
+from common.drafter.spec import auto_taps
+from common.target.model import Target
 
 GFLOP_PER_TOKEN = 14.8
 
@@ -55,7 +56,7 @@ def main(arguments):
     rows = [mixed_row(generator, T, config["vocab_size"], T // 64, T // 4) for _ in range(4)]
     for compiled in (False, True):
         model = eight_billion.random_target(config, device, dtype)
-        subject = target.Target(model, taps, "packed", compile_layers=compiled)
+        subject = Target(model, taps, "packed", compile_layers=compiled)
         out = torch.zeros(T, subject.width, dtype=dtype, device=device)
         queue = iter(rows * 100)
         capture = lambda subject=subject, out=out, queue=queue: subject.capture(next(queue), out)  # noqa: E731
@@ -73,7 +74,7 @@ def main(arguments):
             share_of_ceiling=measure.tflops(executed, times) / ceiling,
             ceiling_tflops=ceiling,
             peak_gib=measure.peak_gib(capture, device),
-            compiles=kernels.stats()["compiles"],
+            compiles=compile_cache.stats()["compiles"],
         )
         if asked.profile and compiled and not asked.tiny:
             profile(capture, device)

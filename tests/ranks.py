@@ -167,7 +167,7 @@ def _job_main(rank, variables, script, arguments, sabotage, log):
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    from common.config import run_script
+    from common.cli import run_script
 
     if sabotage is not None:
         sabotage(rank)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from common import attention
-from common.config import UserError
+from common.drafter import attention
+from common.errors import UserError
 
 # Twelve tokens in two documents (0-6, 7-11), blocks of three at anchors 2, 4 and 9, and an empty slot.
 SPEC = attention.MaskSpec(row_tokens=12, anchors=4, block_size=3)
@@ -90,7 +90,7 @@ def test_tile_lists_equal_the_predicate(window, block_size):
     spec = attention.MaskSpec(row_tokens=640, anchors=256 // block_size, block_size=block_size)
     for trial in range(12):
         row = random_row(generator, spec, anchors=spec.anchors if trial < 6 else None)
-        tiles = attention.plan_tiles(spec, *row, window)
+        tiles = attention.mask_tiles(spec, *row, window)
         dense = attention.dense_mask(spec, *map(torch.from_numpy, row), window).numpy()
         by_tile = dense.reshape(2, attention.TILE, 7, attention.TILE)
         partial, full = marked(*tiles[0:2]), marked(*tiles[2:4])
@@ -101,7 +101,7 @@ def test_tile_lists_equal_the_predicate(window, block_size):
 
 
 def sparse_mask(spec, row, window):
-    plan = attention.plan(spec, *row, window)
+    plan = attention.packet_mask(spec, *row, window)
     return attention.SparseMask(spec, plan, plan.full_tiles if window is None else plan.sliding_tiles, window)
 
 
@@ -182,7 +182,7 @@ def test_kernels_compile_into_the_drafters_forward():
 def opcheck_inputs():
     generator = np.random.default_rng(0)
     spec = attention.MaskSpec(row_tokens=256, anchors=8, block_size=16)
-    plan = attention.plan(spec, *random_row(generator, spec, anchors=7)).to("cuda")
+    plan = attention.packet_mask(spec, *random_row(generator, spec, anchors=7)).to("cuda")
     query, context, block = draw_inputs(generator, spec, 4, 2, 64, torch.bfloat16, "cuda")
     tensors = [x.requires_grad_() for x in (query, *context, *block)]
     return *tensors, *plan[:3], plan.full_tiles.key_ranges, 16, 0
@@ -190,7 +190,7 @@ def opcheck_inputs():
 
 def test_rows_that_fill_no_tiles_run_on_the_dense_twin():
     spec = attention.MaskSpec(row_tokens=100, anchors=8, block_size=5)
-    plan = attention.plan(spec, *random_row(np.random.default_rng(0), spec))
+    plan = attention.packet_mask(spec, *random_row(np.random.default_rng(0), spec))
     assert plan.full_tiles is None and attention.mask_of(spec, plan, None).dtype == torch.bool
 
 

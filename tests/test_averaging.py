@@ -6,10 +6,10 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from common.averaging import Averaging
-from common.comms import GroupComm
 from common.config import OptimConfig, SyncConfig
-from common.optim import Optimizer
+from common.distributed.comms import GroupComm
+from common.training.averaging import Averaging
+from common.training.optim import Optimizer
 
 
 def replica(rank, dtype=torch.float32):
@@ -68,7 +68,7 @@ def average_in_bfloat16(rank, ranks):
 
 
 def test_weights_in_half_precision_follow_an_averaging():
-    """In float32 the weights are the masters themselves; in bfloat16 the next step and walk tau would still be the single replica's."""
+    """In float32 the weights are the masters themselves; in bfloat16 the next step and held-out tau would still be the single replica's."""
     for masters, compute in run_ranks(average_in_bfloat16, 2):
         assert np.array_equal(compute, torch.from_numpy(masters).bfloat16().float().numpy())
 

@@ -12,8 +12,9 @@ import torch
 from conftest import build_target
 from ranks import Job
 
-from common.config import UserError, load
-from common.tokens import StoreWriter, TokenStore
+from common.config_reader import load
+from common.data.store import StoreWriter, TokenStore
+from common.errors import UserError
 
 
 def output_of(arguments, ranks=1, sabotage=None, code=2):
@@ -84,17 +85,17 @@ def test_several_ranks(tiny_preset, tmp_path, mistake):
 
 @pytest.mark.parametrize(("key", "other"), [("checkpoint.every", "validation.every"), ("validation.every", "checkpoint.every")])
 def test_checkpoints_and_validation_between_averagings_are_refused(tiny_preset, tiny_heldout, tmp_path, key, other):
-    """A checkpoint of replicas that differ could not be resumed exactly, and a walk tau of them would be nobody's."""
+    """A checkpoint of replicas that differ could not be resumed exactly, and a held-out tau of them would be nobody's."""
     overrides = (f"log.dir={tmp_path}/run", f"validation.path={tiny_heldout}", "topology.drafters=2", "sync.every=3", f"{other}=6")
     output = output_of(["--config", tiny_preset, *overrides, f"{key}=7"], ranks=3)
     assert f"{key}=7 is not a multiple of sync.every=3" in output and "use 6 or 9" in output
 
 
 def _other_seed(rank):
-    import common.config
+    from common import config_reader
 
-    load = common.config.load
-    common.config.load = lambda path, overrides: load(path, [*overrides, f"seed={rank}"])
+    load = config_reader.load
+    config_reader.load = lambda path, overrides, families: load(path, [*overrides, f"seed={rank}"], families)
 
 
 def _other_torch(rank):
@@ -102,9 +103,9 @@ def _other_torch(rank):
 
 
 def _own_directory(root, rank):
-    import common.checkpoint
+    from common.training import run_directory
 
-    common.checkpoint.PROBE_WAIT_S = 1.0
+    run_directory.PROBE_WAIT_S = 1.0
     os.makedirs(f"{root}/{rank}", exist_ok=True)
     os.chdir(f"{root}/{rank}")
 

@@ -6,8 +6,8 @@ import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import head_loss, optimizer_step
-from common import objective
 from common.config import ObjectiveConfig
+from common.objective.block_loss import base_loss
 
 
 @pytest.mark.parametrize("benchmark", [head_loss, optimizer_step])
@@ -22,5 +22,5 @@ def test_useful_work_is_what_the_fused_head_does():
     """Two products a slot, no more: the share of the ceiling is measured against this count."""
     hidden, vocabulary, blocks = head_loss.inputs(8, head_loss.TINY, "cpu")
     with FlopCounterMode(display=False) as counter:
-        objective.loss(hidden, vocabulary, blocks, ObjectiveConfig()).loss_sum.backward()
+        base_loss(hidden, vocabulary, blocks, ObjectiveConfig()).loss_sum.backward()
     assert counter.get_total_flops() == head_loss.useful_flop(8, head_loss.TINY)

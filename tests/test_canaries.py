@@ -11,10 +11,13 @@ import test_target
 import torch
 from test_train_equals_serve import build_thread, check_export, check_hidden, check_walk
 
-from common import attention, objective
-from common.drafter import Drafter, rotations
-from common.drafter_files import FULL
-from common.target import Target
+from common.drafter import attention
+from common.drafter.backbone import Drafter
+from common.drafter.rope import rotations
+from common.drafter.spec import FULL
+from common.objective.blocks import build_blocks
+from common.target.model import Target
+from common.training import learner
 
 
 @pytest.fixture(scope="module")
@@ -33,14 +36,14 @@ def mask_lets_the_anchor_in(plant):
 
 
 def positions_shifted_by_one(plant):
-    healthy = objective.build_blocks
+    healthy = build_blocks
 
-    def build_blocks(*arguments):
+    def planted(*arguments):
         blocks = healthy(*arguments)
         blocks.positions_AK += 1
         return blocks
 
-    plant(objective, "build_blocks", build_blocks)
+    plant(learner, "build_blocks", planted)
 
 
 def context_not_normalised(plant):
@@ -57,26 +60,26 @@ def context_not_normalised(plant):
 
 
 def wrong_mask_id(plant):
-    healthy = objective.build_blocks
-    plant(objective, "build_blocks", lambda row, anchor, keep, size, mask, *rest: healthy(row, anchor, keep, size, mask + 1, *rest))
+    healthy = build_blocks
+    plant(learner, "build_blocks", lambda row, anchor, keep, size, mask, *rest: healthy(row, anchor, keep, size, mask + 1, *rest))
 
 
 def rotary_in_bfloat16(plant):
-    def turns(self, positions):
+    def rope(self, positions):
         return rotations((positions.bfloat16()[:, None] * self.frequencies.bfloat16()).float(), 1.0)
 
-    plant(Drafter, "_rotations", turns)
+    plant(Drafter, "_rope", rope)
 
 
 def labels_shifted_by_one(plant):
-    healthy = objective.build_blocks
+    healthy = build_blocks
 
-    def build_blocks(*arguments):
+    def planted(*arguments):
         blocks = healthy(*arguments)
         blocks.labels_AK = blocks.labels_AK.roll(-1, dims=1)
         return blocks
 
-    plant(objective, "build_blocks", build_blocks)
+    plant(learner, "build_blocks", planted)
 
 
 def document_start_forgotten(plant):

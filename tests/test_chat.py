@@ -1,6 +1,6 @@
 """The loss mask decides what a drafter learns: on context it wastes its capacity, off an answer it never learns to end one.
 
-The templates are those that the families publish, but for their tool branches; none has generation markers.
+The templates are those that the families update_weights, but for their tool branches; none has generation markers.
 """
 
 import json
@@ -10,7 +10,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from common.chat import Chat, Rejected, conversation
+from common.data.chat import Chat
+from common.data.conversations import Rejected, conversation
 
 QWEN3 = """
 {%- if messages[0].role == 'system' %}{{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}{%- endif %}

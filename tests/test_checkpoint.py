@@ -13,8 +13,12 @@ import pytest
 import torch
 import yaml
 
-from common.checkpoint import MARKER, CheckpointError, RunDirectory, compare_configs, open_checkpoint
-from common.config import Config, UserError, digest, to_dict
+from common.config import Config
+from common.config_reader import to_dict
+from common.errors import UserError
+from common.training.checkpoint import MARKER, CheckpointError, compare_configs, open_checkpoint
+from common.training.run_directory import RunDirectory
+from common.trees import digest
 
 PARTS = ("drafter.safetensors", "optim_drafter0.safetensors", "optim_drafter1.safetensors")
 
@@ -49,7 +53,7 @@ def save(run, step, **state):
 
 
 def export(run, step):
-    run.publish_export(step, lambda folder: (folder / "config.json").write_text(str(step)))
+    run.save_export(step, lambda folder: (folder / "config.json").write_text(str(step)))
 
 
 def steps_of(parent):
@@ -58,9 +62,9 @@ def steps_of(parent):
 
 def test_a_saved_checkpoint_comes_back_bit_by_bit(run):
     """Else a resumed run silently continues from other weights."""
-    save(run, 500, walk_tau=2.5)
+    save(run, 500, heldout_tau=2.5)
     checkpoint = run.newest_valid()
-    assert (checkpoint.step, checkpoint.state, checkpoint.config) == (500, {"walk_tau": 2.5}, {"seed": 0})
+    assert (checkpoint.step, checkpoint.state, checkpoint.config) == (500, {"heldout_tau": 2.5}, {"seed": 0})
     for name in PARTS:
         loaded = checkpoint.tensors(name)
         for key, tensor in tensors(500).items():
@@ -118,7 +122,7 @@ def test_a_failing_export_leaves_latest_alone(run):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.raises(CheckpointError, match="No space left"):
-        run.publish_export(200, out_of_space)
+        run.save_export(200, out_of_space)
     assert (run.exports / "latest" / "config.json").read_text() == "100"
     assert steps_of(run.exports) == [100] and not list(run.exports.glob(".*"))
 
@@ -148,7 +152,7 @@ def test_a_step_saved_again_replaces_its_older_self(run):
 def test_retention_keeps_the_newest_and_the_best(run):
     """Else the disk fills, or the best drafter of the run is gone."""
     for step, tau in ((100, 2.0), (200, 3.0), (300, float("nan")), (400, 2.5), (500, None)):
-        save(run, step, walk_tau=tau)
+        save(run, step, heldout_tau=tau)
         export(run, step)
         run.retain(keep=2, keep_best=True)
     assert steps_of(run.checkpoints) == [200, 400, 500]
@@ -211,7 +215,7 @@ def test_resuming_from_a_folder_that_is_no_checkpoint_is_refused(run, tmp_path):
 
 HOLD = """
 import sys, time
-from common.checkpoint import RunDirectory
+from common.training.run_directory import RunDirectory
 run = RunDirectory(sys.argv[1])
 run.lock()
 print("mine", flush=True)
@@ -364,7 +368,7 @@ def test_a_full_disk_costs_the_new_checkpoint_only(small_disk):
     with pytest.raises(CheckpointError, match="was not written"):
         run.commit(200, PARTS[:1], {}, {})
     with pytest.raises(CheckpointError, match="No space left on device"):
-        run.publish_export(200, lambda folder: (folder / "model.safetensors").write_bytes(bytes(1 << 19)))
+        run.save_export(200, lambda folder: (folder / "model.safetensors").write_bytes(bytes(1 << 19)))
     assert run.newest_valid().step == 100
     save(run, 300)
     assert run.newest_valid().step == 300

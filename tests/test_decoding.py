@@ -11,22 +11,20 @@ import pytest
 import torch
 import transformers
 
-from common.config import UserError
-from common.decoding import (
+from common.decoding.speculate import (
     Answer,
     BlockDrafter,
     Chooser,
-    DecodingTarget,
     Proposal,
     accepted_path,
     decode,
     first_difference,
-    new_cache,
     propose_tree,
     speculate,
-    tree_mask,
 )
-from common.target_files import Vocabulary
+from common.decoding.target import DecodingTarget, new_cache, tree_mask
+from common.errors import UserError
+from common.target.vocabulary import Vocabulary
 
 V, BLOCK, ANSWER = 40, 6, 26
 SHAPE = dict(
@@ -141,9 +139,9 @@ def test_plain_decoding_is_generates(target):
 def test_answer_ends_exactly_at_the_stop_token(qwen3, tree):
     """Lost otherwise: chats that run on past their end, or lose their last words."""
     free = plain(qwen3)
-    for place in range(12):  # with blocks of 6: as first token, inside a block, at its end, as the target's own token
-        stop = {free[place], V + 5}
-        expected = free[: free.index(free[place]) + 1]
+    for index in range(12):  # with blocks of 6: as first token, inside a block, at its end, as the target's own token
+        stop = {free[index], V + 5}
+        expected = free[: free.index(free[index]) + 1]
         assert plain(qwen3, stop=stop) == expected
         answer = speculate(qwen3, Scripted(PROMPT + free, tree=tree), PROMPT, stop, ANSWER, Chooser())
         assert answer.tokens == expected
@@ -175,8 +173,8 @@ def test_a_difference_is_weighed_by_the_scores_at_its_place(qwen3):
     right = plain(qwen3)
     wrong = [*right[:3], (right[3] + 1) % V, *right[4:]]
     scores = qwen3.model(torch.tensor([PROMPT + right[:3]])).logits[0, -1].detach()
-    place, gap = first_difference(qwen3, Answer(PROMPT, wrong), Answer(PROMPT, right), Chooser())
-    assert place == 3 and gap == pytest.approx(float(scores[right[3]] - scores[wrong[3]]), rel=1e-3)
+    index, gap = first_difference(qwen3, Answer(PROMPT, wrong), Answer(PROMPT, right), Chooser())
+    assert index == 3 and gap == pytest.approx(float(scores[right[3]] - scores[wrong[3]]), rel=1e-3)
     assert first_difference(qwen3, Answer(PROMPT, right), Answer(PROMPT, right), Chooser()) is None
 
 

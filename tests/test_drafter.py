@@ -11,10 +11,13 @@ import torch
 from conftest import build_target
 from safetensors.torch import load_file, save_file
 
-from common import attention, drafter, drafter_files
-from common.config import DrafterConfig, UserError
-from common.drafter_files import FULL, SLIDING, DrafterSpec
-from common.target_files import read_spec
+from common.config import DrafterConfig
+from common.drafter import attention, backbone, check, export, rope, spec
+from common.drafter.spec import FULL, SLIDING, DrafterSpec
+from common.errors import UserError
+from common.families import __main__
+from common.families.start import make_drafter
+from common.target.files import read_spec
 
 SHAPE = {"layers": 2, "block_size": 4, "taps": [0, 2], "dtype": "float32"}
 T, A, K = 24, 4, 4
@@ -29,7 +32,7 @@ QWEN3_8B = DrafterSpec(
 def tiny(target, seed=0, **changes):
     """A drafter for the tiny target, its normalisation weights perturbed so that no factor is one."""
     config = DrafterConfig(**SHAPE | changes)
-    model = drafter.make(config, DrafterSpec.resolve(config, read_spec(target), target), target, "cpu", seed)
+    model = make_drafter(config, DrafterSpec.resolve(config, read_spec(target), target), target, "cpu", seed)
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -50,7 +53,7 @@ def run(model, embeddings, features, anchors, starts, offset=0):
     keep, rows = anchors >= 0, len(starts)
     anchor = np.where(keep, anchors, rows).astype(np.int32)
     lo = np.where(keep, starts[np.minimum(anchor, rows - 1)], rows).astype(np.int32)
-    plan = attention.plan(attention.MaskSpec(rows, len(anchors), K), anchor, lo, keep, model.spec.window)
+    plan = attention.packet_mask(attention.MaskSpec(rows, len(anchors), K), anchor, lo, keep, model.spec.window)
     positions = torch.from_numpy(anchor - lo)[:, None] + torch.arange(K) + offset
     embeddings = embeddings[[*range(len(anchors)), -1]]
     return model(embeddings, positions, features, torch.from_numpy(np.arange(rows, dtype=np.int32) - starts) + offset, plan)
@@ -136,9 +139,9 @@ def test_projecting_the_mask_token_once_changes_nothing(tiny_target, kind):
     all_rows = torch.cat([embeddings[[j] + [-1] * (K - 1)] for j in range(A)])
     blocks, few = twin._blocks, []
 
-    def every_row_computed(x, positions, contexts, masks, spread, wanted):
+    def every_row_computed(x, positions, contexts, masks, expand, select):
         few.append(len(x))
-        return blocks(all_rows, positions, contexts, masks, wanted=wanted)
+        return blocks(all_rows, positions, contexts, masks, select=select)
 
     twin._blocks = every_row_computed
     slow = run(twin, embeddings, features, anchors, STARTS)
@@ -163,10 +166,10 @@ def test_checkpointed_layers_give_equal_gradients(tiny_target):
 def test_rotary_and_norms_are_float32_inside():
     """In bfloat16 positions beyond 256 share their angles: the drafter would lose all sense of distance on long chats."""
     spec = dataclasses.replace(QWEN3_8B, hidden_size=32, intermediate_size=32, heads=2, kv_heads=1, head_dim=16, layers=1, taps=(0,))
-    model = drafter.Drafter(spec, torch.bfloat16, "cpu").to(torch.bfloat16)
-    turns = model._rotations(torch.tensor([30_001]))
+    model = backbone.Drafter(spec, torch.bfloat16, "cpu").to(torch.bfloat16)
+    rope = model._rope(torch.tensor([30_001]))
     exact = torch.cos(30_001 * 1e6 ** (-torch.arange(0, 16, 2, dtype=torch.float64) / 16))
-    torch.testing.assert_close(turns[0, 0, 0].double(), exact, atol=2e-3, rtol=0)
+    torch.testing.assert_close(rope[0, 0, 0].double(), exact, atol=2e-3, rtol=0)
     x = torch.randn(3, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
     with torch.no_grad():
         norm = model.norm.weight.fill_(1.0) * x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
@@ -189,29 +192,29 @@ def test_scaled_frequencies_equal_the_fields_own(scaling):
     spec = dataclasses.replace(QWEN3_8B, rope_scaling=scaling)
     config = Qwen3Config(head_dim=128, rope_parameters={**scaling, "rope_theta": 1e6}, max_position_embeddings=40960)
     expected, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, "cpu")
-    frequencies, on_tables = drafter.inverse_frequencies(spec)
+    frequencies, on_tables = rope.inverse_frequencies(spec)
     torch.testing.assert_close(frequencies, expected)
     assert on_tables == pytest.approx(factor)
 
 
 def test_the_8b_drafter_has_the_published_keys_and_size():
-    shapes = drafter_files.exported_shapes(QWEN3_8B)
+    shapes = export.exported_shapes(QWEN3_8B)
     assert len(shapes) == 58
     assert sum(np.prod(s) for s in shapes.values()) == 1_048_626_432
-    parts = drafter_files.split(QWEN3_8B, drafter.Drafter(QWEN3_8B, torch.bfloat16, "meta").state_dict())
+    parts = export.split(QWEN3_8B, backbone.Drafter(QWEN3_8B, torch.bfloat16, "meta").state_dict())
     assert {name: tuple(part.shape) for name, part in parts.items()} == shapes
     assert shapes["fc.weight"] == (4096, 5 * 4096) and shapes["layers.4.self_attn.k_proj.weight"] == (1024, 4096)
 
 
 def exported(model, target, folder):
-    return drafter.export(folder, model.state_dict(), model.spec, read_spec(target), "float32", "float32")
+    return export.export(folder, model.state_dict(), model.spec, read_spec(target), "float32", "float32")
 
 
 def test_a_drafter_without_features_has_none_wherever_it_starts(tiny_target, tmp_path):
     """The ablation would train blind and be served with the features of the drafter it started from."""
     folder = exported(tiny(tiny_target), tiny_target, tmp_path / "export")
     config = DrafterConfig(**SHAPE, init=str(folder), zero_features=True)
-    model = drafter.make(config, DrafterSpec.resolve(config, read_spec(tiny_target), tiny_target), tiny_target, "cpu", 0)
+    model = make_drafter(config, DrafterSpec.resolve(config, read_spec(tiny_target), tiny_target), tiny_target, "cpu", 0)
     assert not model.fc.weight.any() and model.norm.weight.any()
 
 
@@ -219,9 +222,9 @@ def test_a_drafter_without_features_has_none_wherever_it_starts(tiny_target, tmp
 def test_export_loads_back_bitwise(tiny_target, tmp_path, kind):
     """The file that is served must compute what was trained, to the last bit."""
     model = tiny(tiny_target, **kind)
-    spec, tensors = drafter.load_exported(exported(model, tiny_target, tmp_path / "export"))
+    spec, tensors = export.load_exported(exported(model, tiny_target, tmp_path / "export"))
     assert spec == dataclasses.replace(model.spec, window=model.spec.window if kind else None)
-    twin = drafter.Drafter(spec, torch.float32, "cpu")
+    twin = backbone.Drafter(spec, torch.float32, "cpu")
     twin.load_state_dict(tensors)
     embeddings, features = inputs(model)
     assert torch.equal(run(model, embeddings, features, [3, 9, 14, -1], STARTS), run(twin, embeddings, features, [3, 9, 14, -1], STARTS))
@@ -231,7 +234,7 @@ def test_an_export_replaces_the_old_one_whole(tiny_target, tmp_path):
     exported(tiny(tiny_target), tiny_target, tmp_path / "export")
     exported(tiny(tiny_target, seed=5), tiny_target, tmp_path / "export")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["export"]
-    assert torch.equal(drafter.load_exported(tmp_path / "export")[1]["fc.weight"], tiny(tiny_target, seed=5).fc.weight)
+    assert torch.equal(export.load_exported(tmp_path / "export")[1]["fc.weight"], tiny(tiny_target, seed=5).fc.weight)
 
 
 def test_exported_config_is_read_by_transformers(tiny_target, tmp_path):
@@ -260,19 +263,19 @@ def test_drafters_of_other_trainers_load(tiny_target, tmp_path):
         edit(folder, lambda c, place=place: (c.pop("block_size", None), c["dflash_config"].pop("block_size", None)))
         edit(folder, lambda c, place=place: (c if place == "top" else c["dflash_config"]).update(block_size=4))
         edit(folder, lambda c: (c.pop("rope_parameters", None), c["dflash_config"].pop("feature_dtype", None)))
-        spec, loaded = drafter.load_exported(folder)
+        spec, loaded = export.load_exported(folder)
         assert spec == model.spec
         assert all(torch.equal(loaded[k], v) for k, v in model.state_dict().items())
     config = DrafterConfig(layers=1, block_size=8, dtype="float32", init=str(folder))
     spec = DrafterSpec.resolve(config, read_spec(tiny_target), tiny_target)
     assert spec == dataclasses.replace(model.spec, block_size=8)
-    assert torch.equal(drafter.make(config, spec, tiny_target, "cpu", 0).fc.weight, model.fc.weight)
+    assert torch.equal(make_drafter(config, spec, tiny_target, "cpu", 0).fc.weight, model.fc.weight)
 
 
 def test_init_from_the_targets_tapped_layers(tiny_target):
     config = DrafterConfig(**SHAPE, init="target_layers")
-    model = drafter.make(config, DrafterSpec.resolve(config, read_spec(tiny_target), tiny_target), tiny_target, "cpu", 0)
-    target, parts = load_file(tiny_target / "model.safetensors"), drafter_files.split(model.spec, model.state_dict())
+    model = make_drafter(config, DrafterSpec.resolve(config, read_spec(tiny_target), tiny_target), tiny_target, "cpu", 0)
+    target, parts = load_file(tiny_target / "model.safetensors"), export.split(model.spec, model.state_dict())
     for layer, tap in enumerate(model.spec.taps):
         for name in ("self_attn.k_proj", "self_attn.q_norm", "mlp.up_proj", "input_layernorm"):
             assert torch.equal(parts[f"layers.{layer}.{name}.weight"], target[f"model.layers.{tap}.{name}.weight"])
@@ -283,13 +286,13 @@ def test_equal_seeds_start_equal_replicas(tiny_target):
     """Averaging assumes that all replicas start identical."""
     config = DrafterConfig(**SHAPE)
     spec = DrafterSpec.resolve(config, read_spec(tiny_target), tiny_target)
-    one, same, other = (drafter.make(config, spec, tiny_target, "cpu", seed).fc.weight for seed in (3, 3, 4))
+    one, same, other = (make_drafter(config, spec, tiny_target, "cpu", seed).fc.weight for seed in (3, 3, 4))
     assert torch.equal(one, same) and not torch.equal(one, other)
 
 
 def test_taps_spread_as_published():
-    assert drafter_files.auto_taps(5, 36) == (1, 9, 17, 25, 33)
-    assert drafter_files.auto_taps(1, 28) == (14,)
+    assert spec.auto_taps(5, 36) == (1, 9, 17, 25, 33)
+    assert spec.auto_taps(1, 28) == (14,)
 
 
 def resolve(target, used_ids=(), **changes):
@@ -362,7 +365,7 @@ def test_files_that_are_no_drafter_are_refused(tiny_target, tmp_path):
         save_file(tensors, tmp_path / name / "model.safetensors")
         edit(tmp_path / name, change)
         with pytest.raises(UserError, match=words):
-            drafter.load_exported(tmp_path / name)
+            export.load_exported(tmp_path / name)
 
     refused("maps", "vocabulary of its own.*d2t", tensors | {"d2t": torch.zeros(3)})
     refused("small", "vocabulary of its own.*draft_vocab_size", change=lambda c: c.update(draft_vocab_size=100))
@@ -385,12 +388,12 @@ def test_a_config_of_wrong_types_is_refused_in_words(tiny_target, tmp_path, chan
     folder = exported(tiny(tiny_target), tiny_target, tmp_path / "export")
     edit(folder, lambda config: config.update(change))
     with pytest.raises(UserError, match=r"config\.json: \w+=.* must be a (JSON object|whole number|number)"):
-        drafter.check(folder, read_spec(tiny_target))
+        check.check(folder, read_spec(tiny_target))
 
 
 def broken(folder, config_change, inner_change, words, target):
     edit(folder, lambda c: (c.update(config_change), c["dflash_config"].update(inner_change)))
-    errors = drafter.check(folder, read_spec(target)).errors
+    errors = check.check(folder, read_spec(target)).errors
     assert any(words in error for error in errors), errors
 
 
@@ -412,19 +415,19 @@ def broken(folder, config_change, inner_change, words, target):
 def test_the_export_gate_names_what_an_engine_would_trip_over(tiny_target, tmp_path, config_change, inner_change, words):
     """Each of these loads somewhere without a word and then accepts nothing."""
     folder = exported(tiny(tiny_target), tiny_target, tmp_path / "export")
-    assert drafter.check(folder, read_spec(tiny_target)).errors == []
+    assert check.check(folder, read_spec(tiny_target)).errors == []
     broken(folder, config_change, inner_change, words, tiny_target)
 
 
 def test_the_gate_says_per_engine_what_is_refused_or_ignored(tiny_target, tmp_path, capsys):
     folder = exported(tiny(tiny_target, layer_types=[SLIDING, FULL], window=6), tiny_target, tmp_path / "export")
-    drafter.main(["check", str(folder), "--target", str(tiny_target)])
+    __main__.main(["check", str(folder), "--target", str(tiny_target)])
     said = capsys.readouterr().out
     assert "num_speculative_tokens=3" in said and "V2_MODEL_RUNNER" in said and "missing ones stay uninitialised" in said
     assert said.endswith("loader-ready\n")
     edit(folder, lambda c: c.update(block_size=8))
     with pytest.raises(UserError, match="1 errors"):
-        drafter.main(["check", str(folder), "--target", str(tiny_target)])
+        __main__.main(["check", str(folder), "--target", str(tiny_target)])
 
 
 def test_nothing_is_exported_that_fails_the_gate(tiny_target, tmp_path):
@@ -433,15 +436,15 @@ def test_nothing_is_exported_that_fails_the_gate(tiny_target, tmp_path):
     folder = exported(model, tiny_target, tmp_path / "export")
     spec = dataclasses.replace(model.spec, mask_token_id=258)
     with pytest.raises(UserError, match=r"cannot be exported.*mask_token_id=258"):
-        drafter.export(folder, model.state_dict(), spec, read_spec(tiny_target), "float32", "float32")
-    assert drafter.load_exported(folder)[0] == model.spec
+        export.export(folder, model.state_dict(), spec, read_spec(tiny_target), "float32", "float32")
+    assert export.load_exported(folder)[0] == model.spec
 
 
 def test_swiglu_keeps_gate_and_up_and_computes_exact_gradients():
     """The hand-written backward pass must be the derivative, or every MLP learns something else."""
     generator = torch.Generator().manual_seed(0)
     gate_up, weight = (torch.randn(*shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in ((5, 12), (4, 6)))
-    assert torch.autograd.gradcheck(drafter.SwiGLU.apply, (gate_up, weight))
+    assert torch.autograd.gradcheck(backbone.SwiGLU.apply, (gate_up, weight))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel runs on CUDA alone")
@@ -449,6 +452,6 @@ def test_swiglu_keeps_gate_and_up_and_computes_exact_gradients():
 def test_swiglu_kernel_equals_its_twin(width, dtype, tolerance):
     """The twin is what the other tests see; training on a GPU runs the kernel."""
     gradient, gate_up = torch.randn(7, width, dtype=dtype), torch.randn(7, 2 * width, dtype=dtype)
-    expected = drafter.swiglu_backward(gradient.double(), gate_up.double())
-    for one, other in zip(drafter.swiglu_backward(gradient.cuda(), gate_up.cuda()), expected, strict=True):
+    expected = backbone.swiglu_backward(gradient.double(), gate_up.double())
+    for one, other in zip(backbone.swiglu_backward(gradient.cuda(), gate_up.cuda()), expected, strict=True):
         torch.testing.assert_close(one.cpu().double(), other, atol=tolerance, rtol=tolerance)

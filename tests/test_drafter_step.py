@@ -17,7 +17,7 @@ def test_useful_work_equals_torchs_count():
     spec, anchors, row_tokens = drafter_step.TINY, 8, 24
     step = drafter_step.Step(spec, torch.float32, torch.device("cpu"))
     row = drafter_step.random_row(np.random.default_rng(0), row_tokens, 1, spec.vocab_size)
-    blocks, features = drafter_step.build_blocks(spec, row, anchors), step.draw(row_tokens).requires_grad_()
+    blocks, features = drafter_step.draw_blocks(spec, row, anchors), step.draw(row_tokens).requires_grad_()
     queries = anchors * spec.block_size
     flop = drafter_step.useful_flop(spec, row_tokens, anchors, queries * (row_tokens + queries))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
@@ -31,7 +31,7 @@ def test_useful_work_equals_torchs_count():
 def test_useful_work_of_the_8b_row_is_the_published_figure():
     spec, row_tokens, anchors = drafter_step.SPEC, 3072, 512
     row = drafter_step.random_row(np.random.default_rng(0), row_tokens, 1, spec.vocab_size)
-    blocks = drafter_step.build_blocks(spec, row, anchors)
+    blocks = drafter_step.draw_blocks(spec, row, anchors)
     flop = drafter_step.useful_flop(spec, row_tokens, anchors, drafter_step.visible_pairs(blocks, spec))
     assert sum(flop.values()) / 1e12 == pytest.approx(72.5, abs=0.2)
     dense = drafter_step.attention.dense_mask(drafter_step.attention.MaskSpec(64, 8, 4), *small_row()).sum()
@@ -40,7 +40,7 @@ def test_useful_work_of_the_8b_row_is_the_published_figure():
 
 def small_blocks():
     row = drafter_step.random_row(np.random.default_rng(1), 64, 3, 97, even=False)
-    return drafter_step.build_blocks(drafter_step.TINY, row, 8)
+    return drafter_step.draw_blocks(drafter_step.TINY, row, 8)
 
 
 def small_row():

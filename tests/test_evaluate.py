@@ -8,13 +8,16 @@ from conftest import build_target
 
 import evaluate_drafter
 from benchmarks import decode
-from common.acceptance import mean_tau, prompt_lookup, summarize, table
-from common.chat import Chat, load_tokenizer
-from common.config import DrafterConfig, UserError
-from common.decoding import Answer
-from common.drafter import DrafterSpec, export, make
-from common.prompts import read_prompts
-from common.target_files import read_spec
+from common.config import DrafterConfig
+from common.data.chat import Chat, load_tokenizer
+from common.data.prompts import read_prompts
+from common.decoding.report import mean_tau, prompt_lookup, summarize, table
+from common.decoding.speculate import Answer
+from common.drafter.export import export
+from common.drafter.spec import DrafterSpec
+from common.errors import UserError
+from common.families.start import make_drafter as make
+from common.target.files import read_spec
 
 BLOCK, STOP = 4, 258
 

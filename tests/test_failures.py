@@ -14,8 +14,8 @@ import pytest
 from ranks import Job, descendants, start_torchrun, stop_job
 from test_resume import arguments, assert_equal_runs, finish, kill_at_call, records, stop_at, weights
 
-from common.checkpoint import RunDirectory
-from common.watch import StopRequest
+from common.distributed.stop import StopRequest
+from common.training.run_directory import RunDirectory
 
 SOON = "topology.timeout_s=4"
 
@@ -63,7 +63,7 @@ def pid_of(job, output, member):
 
 def kill_target_1(rank):
     if rank == 1:
-        from common.target import Target
+        from common.target.model import Target
 
         kill_at_call(Target, "capture", 4, True, rank)
 
@@ -71,7 +71,7 @@ def kill_target_1(rank):
 def hang(rank, victim):
     """SIGSTOP this process in the middle of its fourth packet."""
     if rank == victim:
-        from common.target import Target
+        from common.target.model import Target
         from train_drafter import Trainer
 
         of, method = (Target, "capture") if victim < 2 else (Trainer, "train_step")
@@ -106,7 +106,7 @@ def test_a_hanging_rank_is_named(tiny_preset, tmp_path, victim, name):
 def transfer_that_never_ends(rank):
     """As on a device that hangs: the host waits for it in a phase in which waiting is no fault, and the heart goes on beating."""
     if rank == 2:
-        from common.links import _Incoming
+        from common.distributed.links import _Incoming
 
         used, calls = _Incoming.used, []
 
@@ -182,9 +182,9 @@ def test_a_second_interrupt_ends_at_once(busy):
 
 
 def impatient(step, flag, rank):
-    import common.watch
+    from common.distributed import stop
 
-    common.watch.INTERRUPT_GRACE_S = 1.0
+    stop.INTERRUPT_GRACE_S = 1.0
     wait_at(step, flag, rank)
 
 
@@ -233,9 +233,10 @@ def test_a_second_job_in_a_run_directory_is_refused(tiny_preset, tmp_path):
 
 def io_error(rank):
     """The disk under checkpoint 2 and its export gives up."""
-    import common.checkpoint
 
-    write, calls = common.checkpoint._write_safetensors, []
+    from common.training import run_directory
+
+    write, calls = run_directory.write_safetensors, []
 
     def failing(path, tensors):
         calls.append(path)
@@ -243,7 +244,7 @@ def io_error(rank):
             raise OSError(errno.EIO, "Input/output error")
         return write(path, tensors)
 
-    common.checkpoint._write_safetensors = failing
+    run_directory.write_safetensors = failing
 
 
 def test_an_io_error_costs_one_checkpoint(tiny_preset, tmp_path):
@@ -283,9 +284,9 @@ def poison(first, last, tap, rank):
 
     capture = serve_targets.Server.capture
 
-    def poisoned(server, item, buffer):
-        capture(server, item, buffer)
-        if first <= item.number <= last:
+    def poisoned(server, assignment, buffer):
+        capture(server, assignment, buffer)
+        if first <= assignment.number <= last:
             buffer.features[5, tap * 32 + 3] = float("nan")
 
     serve_targets.Server.capture = poisoned

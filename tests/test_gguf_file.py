@@ -5,16 +5,16 @@ import pytest
 import torch
 from tokenizers.pre_tokenizers import ByteLevel
 
-from common import gguf_file
-from common.chat import Chat, load_tokenizer
-from common.config import UserError
-from common.target_files import Tensors, read_spec
+from common.data.chat import Chat, load_tokenizer
+from common.errors import UserError
+from common.generation import gguf
+from common.target.files import Tensors, read_spec
 
 
 def test_convert_names_the_packages_it_lacks(tmp_path, monkeypatch):
-    monkeypatch.setattr(gguf_file.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(gguf.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install gguf accelerate"):
-        gguf_file.convert(tmp_path / "model.gguf", tmp_path / "out")
+        gguf.convert(tmp_path / "model.gguf", tmp_path / "out")
 
 
 def test_convert_keeps_a_quantised_models_words(tmp_path):
@@ -22,18 +22,18 @@ def test_convert_keeps_a_quantised_models_words(tmp_path):
     gguf = pytest.importorskip("gguf")
     pytest.importorskip("accelerate")
     write_gguf(gguf, tmp_path / "model.gguf")
-    gguf_file.convert(tmp_path / "model.gguf", tmp_path / "folder", "float32")
+    gguf.convert(tmp_path / "model.gguf", tmp_path / "folder", "float32")
     assert read_spec(tmp_path / "folder").layers == 2
     embedding = Tensors(tmp_path / "folder").load("model.embed_tokens.weight", torch.float32, "cpu").numpy()
     np.testing.assert_allclose(embedding, gguf_tensor("token_embd.weight", (260, 32)), atol=0.02)
     assert Chat(load_tokenizer(tmp_path / "folder")).prompt([{"role": "user", "content": "a"}]).tolist() == [258, 97 - 33, 259]
     with pytest.raises(UserError, match="folder exists"):
-        gguf_file.convert(tmp_path / "model.gguf", tmp_path / "folder")
+        gguf.convert(tmp_path / "model.gguf", tmp_path / "folder")
     whole = (tmp_path / "model.gguf").read_bytes()
     for size in (3000, len(whole) - 100):
         (tmp_path / "torn.gguf").write_bytes(whole[:size])
         with pytest.raises(UserError, match=r"torn\.gguf could not be read"):
-            gguf_file.convert(tmp_path / "torn.gguf", tmp_path / "other")
+            gguf.convert(tmp_path / "torn.gguf", tmp_path / "other")
     assert not (tmp_path / "other").exists()
 
 

@@ -5,18 +5,18 @@ import torch
 from torch.nn.attention import flex_attention as flex
 
 from benchmarks import kernel_race
-from common import kernels
+from common import compile_cache
 
 
 @pytest.fixture
 def one_warm_call(monkeypatch):
-    kernels.reset()
+    compile_cache.reset()
     monkeypatch.setattr(kernel_race, "WARM_CALLS", 1)
     monkeypatch.setattr(flex, "_validate_device", flex._validate_device)  # the benchmark replaces it; put it back
     with torch._dynamo.config.patch(recompile_limit=8, accumulated_recompile_limit=256):
         yield
     torch._dynamo.reset()
-    kernels.reset()
+    compile_cache.reset()
 
 
 def test_cache_survives(one_warm_call):

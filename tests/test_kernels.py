@@ -14,7 +14,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
-from common import kernels
+from common import compile_cache
 
 BACKEND = "aot_eager"
 RACES = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 14)
@@ -24,10 +24,10 @@ needs_race = pytest.mark.skipif(not RACES, reason="since torch 2.14 the trace fl
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     torch._dynamo.reset()
-    kernels.reset()
-    monkeypatch.setattr(kernels, "PATIENCE_S", 60.0)
+    compile_cache.reset()
+    monkeypatch.setattr(compile_cache, "PATIENCE_S", 60.0)
     yield
-    kernels.reset()
+    compile_cache.reset()
 
 
 def compute(x, y):
@@ -41,7 +41,7 @@ def inputs(size=4):
 
 
 def cached(function=compute, name="compute", backend=BACKEND):
-    return kernels.handle(name, function, "cpu", (4,), backend=backend)
+    return compile_cache.handle(name, function, "cpu", (4,), backend=backend)
 
 
 # The race.
@@ -73,7 +73,7 @@ def race(call, trace):
     tracer, traced = outcome_of(lambda: trace(hold))
     assert inside.wait(60)
     caller, outcome = outcome_of(call)
-    while caller.is_alive() and not kernels.stats()["parked"]:
+    while caller.is_alive() and not compile_cache.stats()["parked"]:
         caller.join(0.001)
     release.set()
     tracer.join()
@@ -99,7 +99,7 @@ def own_compile(hold):
         foreign_trace(hold)
         return graph
 
-    kernels.handle("slow_to_compile", lambda x: x * 2, "cpu", backend=backend)(torch.ones(2))
+    compile_cache.handle("slow_to_compile", lambda x: x * 2, "cpu", backend=backend)(torch.ones(2))
 
 
 @pytest.fixture
@@ -177,7 +177,7 @@ def test_naive_guards_raise_every_time(guard, situation):
     """If one passes, this file no longer shows the race, and the cache's tests below prove nothing."""
     call = situation(guard())
     for _ in range(3):
-        assert kernels.REFUSAL in str(race(call, foreign_trace)["error"])
+        assert compile_cache.REFUSAL in str(race(call, foreign_trace)["error"])
 
 
 @pytest.mark.parametrize("trace", [foreign_trace, own_compile])
@@ -188,7 +188,7 @@ def test_the_cache_passes(situation, trace, as_torch_2_11):
     assert "error" not in outcome, outcome
     torch.testing.assert_close(outcome["value"], expected(situation), rtol=0, atol=0)
     waits_for_the_lock = situation is cold and trace is own_compile
-    assert not RACES or waits_for_the_lock or kernels.stats()["retries"] >= 1
+    assert not RACES or waits_for_the_lock or compile_cache.stats()["retries"] >= 1
 
 
 def test_flex_attention_passes(monkeypatch, as_torch_2_11):
@@ -197,7 +197,7 @@ def test_flex_attention_passes(monkeypatch, as_torch_2_11):
 
     monkeypatch.setattr(flex, "_validate_device", lambda *_: None)  # it refuses gradients on CPU, where only numerics are missing
     q = torch.randn(1, 1, 4, 8, requires_grad=True)
-    attend = kernels.handle("attend", flex.flex_attention, "cpu", (4, 8), backend=BACKEND)
+    attend = compile_cache.handle("attend", flex.flex_attention, "cpu", (4, 8), backend=BACKEND)
     before = attend(q, q, q)
     before.sum().backward()
 
@@ -207,7 +207,7 @@ def test_flex_attention_passes(monkeypatch, as_torch_2_11):
     outcome = race(backward, own_compile)
     assert "error" not in outcome, outcome
     torch.testing.assert_close(outcome["value"], q.grad, rtol=0, atol=0)
-    assert not RACES or kernels.stats()["retries"] >= 1
+    assert not RACES or compile_cache.stats()["retries"] >= 1
 
 
 # What else could go wrong.
@@ -229,10 +229,10 @@ def test_no_lock_over_autograd():
             assert "value" in outcome, outcome or "the worker hangs"
             return gradient
 
-    other = kernels.handle("other", compute, "cpu", backend=BACKEND)
+    other = compile_cache.handle("other", compute, "cpu", backend=BACKEND)
     x, y = inputs()
     JoinsWorker.apply(other(x, y)).sum().backward()
-    assert kernels.stats()["compiles"] == 2
+    assert compile_cache.stats()["compiles"] == 2
 
 
 def test_backward_is_compiled_with_the_forward():
@@ -255,7 +255,7 @@ def test_inductor_decides_without_timing():
         seen.append(torch._inductor.config.deterministic)
         return graph
 
-    kernels.handle("probe", lambda x: x + 1, "cpu", backend=backend)(torch.zeros(2))
+    compile_cache.handle("probe", lambda x: x + 1, "cpu", backend=backend)(torch.zeros(2))
     assert seen == [True] and not torch._inductor.config.deterministic
 
 
@@ -265,9 +265,9 @@ def test_own_trace_is_refused_at_once():
     x, y = inputs()
     kernel(x, y)
     if RACES:
-        with pytest.raises(RuntimeError, match=kernels.REFUSAL):
+        with pytest.raises(RuntimeError, match=compile_cache.REFUSAL):
             make_fx(kernel)(x, y)
-    assert kernels.stats()["retries"] == 0
+    assert compile_cache.stats()["retries"] == 0
 
 
 @needs_race
@@ -275,16 +275,16 @@ def test_stuck_flag_is_reported(monkeypatch):
     """Two overlapping traces leave torch's flag up for good: the job must say so instead of hanging."""
     kernel = cached()
     kernel(*inputs())
-    monkeypatch.setattr(kernels, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(compile_cache, "PATIENCE_S", 0.05)
     monkeypatch.setattr(torch.fx._symbolic_trace, "_is_fx_tracing_flag", True)
-    with pytest.raises(kernels.KernelError, match=r"kernel compute on cpu.*trace hangs"):
+    with pytest.raises(compile_cache.KernelError, match=r"kernel compute on cpu.*trace hangs"):
         kernel(*inputs())
-    assert kernels.stats()["parked"] == 0
+    assert compile_cache.stats()["parked"] == 0
 
 
 def test_hanging_compile_is_reported(monkeypatch):
     """A thread that waits for the lock of a compile that never ends must say which kernel it wanted."""
-    monkeypatch.setattr(kernels, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(compile_cache, "PATIENCE_S", 0.05)
     inside, release = threading.Event(), threading.Event()
 
     def backend(graph, _):
@@ -295,8 +295,8 @@ def test_hanging_compile_is_reported(monkeypatch):
     slow, _ = outcome_of(lambda: cached(backend=backend)(*inputs()))
     inside.wait(60)
     try:
-        with pytest.raises(kernels.KernelError, match=r"kernel other .*another thread's compile"):
-            kernels.handle("other", compute, "cpu", backend=BACKEND)(*inputs())
+        with pytest.raises(compile_cache.KernelError, match=r"kernel other .*another thread's compile"):
+            compile_cache.handle("other", compute, "cpu", backend=BACKEND)(*inputs())
     finally:
         release.set()
         slow.join()
@@ -309,47 +309,47 @@ def test_only_a_refusal_at_the_entry_is_repeated():
     def backend(graph, _):
         def run(*_):
             calls.append(1)
-            raise RuntimeError(kernels.REFUSAL)
+            raise RuntimeError(compile_cache.REFUSAL)
 
         return run
 
-    with pytest.raises(RuntimeError, match=kernels.REFUSAL):
+    with pytest.raises(RuntimeError, match=compile_cache.REFUSAL):
         cached(backend=backend)(*inputs())
-    assert calls == [1] and kernels.stats()["retries"] == 0
+    assert calls == [1] and compile_cache.stats()["retries"] == 0
 
 
 def test_second_compile_of_a_key_is_an_error():
     """A signature that leaves something out would recompile in the middle of the run, and run eager after eight of them."""
     kernel = cached()
     kernel(*inputs(4))
-    with pytest.raises(kernels.KernelError, match=r"kernel compute on cpu, signature \(4,\).*float64\[4\].*float64\[5\]"):
+    with pytest.raises(compile_cache.KernelError, match=r"kernel compute on cpu, signature \(4,\).*float64\[4\].*float64\[5\]"):
         kernel(*inputs(5))
     kernel(*inputs(4))
-    assert kernels.stats()["compiles"] == 1
+    assert compile_cache.stats()["compiles"] == 1
 
 
 def test_frozen_cold_key_is_an_error():
     """A kernel that the warm-up forgot must name itself, not compile while other threads run."""
-    kernel, forgotten = cached(), kernels.handle("forgotten", compute, "cpu", (5,), backend=BACKEND)
+    kernel, forgotten = cached(), compile_cache.handle("forgotten", compute, "cpu", (5,), backend=BACKEND)
     kernel(*inputs())
-    kernels.freeze()
-    with pytest.raises(kernels.KernelError, match=r"kernel forgotten on cpu, signature \(5,\).*float64\[5\]"):
+    compile_cache.freeze()
+    with pytest.raises(compile_cache.KernelError, match=r"kernel forgotten on cpu, signature \(5,\).*float64\[5\]"):
         forgotten(*inputs(5))
-    with torch.no_grad(), pytest.raises(kernels.KernelError, match="no_grad"):
+    with torch.no_grad(), pytest.raises(compile_cache.KernelError, match="no_grad"):
         kernel(*inputs())
     worker, outcome = outcome_of(lambda: kernel(*inputs()))
     worker.join()
     assert "value" in outcome, outcome
-    kernels.reset()
-    cached()(*inputs(5))  # the next job of the process, a notebook's second cell, warms up anew
+    compile_cache.reset()
+    cached()(*inputs(5))  # the next job of the process, a notebook's second group, warms up anew
 
 
 def test_more_signatures_than_dynamo_keeps():
     """With one shared code object the ninth signature runs eager and unfused, silently."""
     signatures = range(2, 2 + torch._dynamo.config.recompile_limit + 2)
     for size in signatures:
-        kernels.handle("compute", compute, "cpu", (size,), backend="eager")(*inputs(size))
-    assert kernels.stats()["compiles"] == len(signatures)
+        compile_cache.handle("compute", compute, "cpu", (size,), backend="eager")(*inputs(size))
+    assert compile_cache.stats()["compiles"] == len(signatures)
 
 
 def test_two_models_on_one_device_keep_apart():
@@ -357,8 +357,8 @@ def test_two_models_on_one_device_keep_apart():
     models = [types.SimpleNamespace(weight=torch.tensor(w)) for w in (1.0, 2.0)]
     for model in models:
         model.forward = types.MethodType(lambda self, x: self.weight * x, model)
-    results = [kernels.handle("model", model.forward, "cpu", backend="eager")(torch.ones(())) for model in models]
-    assert [r.item() for r in results] == [1.0, 2.0]
+    results = [compile_cache.handle("model", model.forward, "cpu", backend="eager")(torch.ones(())) for model in models]
+    assert [r.assignment() for r in results] == [1.0, 2.0]
 
 
 def test_threads_compile_a_key_once():
@@ -367,7 +367,7 @@ def test_threads_compile_a_key_once():
     for thread, outcome in [outcome_of(lambda: kernel(*inputs())) for _ in range(3)]:
         thread.join()
         assert "value" in outcome, outcome
-    assert kernels.stats()["compiles"] == 1
+    assert compile_cache.stats()["compiles"] == 1
 
 
 def test_gradients_equal_the_plain_ones_under_checkpointing():
@@ -393,7 +393,7 @@ def test_inlined_in_an_outer_compile():
     outer = torch.compile(lambda x, y: kernel(x, y) * 2, backend=backend, fullgraph=True)
     x, y = inputs()
     torch.testing.assert_close(outer(x, y), compute(x, y) * 2)
-    assert len(graphs) == 1 and kernels.stats()["compiles"] == 0
+    assert len(graphs) == 1 and compile_cache.stats()["compiles"] == 0
 
 
 @torch.library.custom_op("drafter_tests::costly", mutates_args=())
@@ -429,11 +429,11 @@ def test_recomputation_stops_at_pointwise_work():
 
     x, weight = torch.randn(8, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
     backend = aot_autograd(fw_compiler=lambda graph, _: graph, bw_compiler=lambda graph, _: graph, partition_fn=partition)
-    kernels.handle("block", block, "cpu", backend=backend, recompute=True)(x, weight).sum().backward()
+    compile_cache.handle("block", block, "cpu", backend=backend, recompute=True)(x, weight).sum().backward()
     assert costly.calls == 1 and saved["products"] == 4  # two gradients for each of the two products
     assert saved["elements"] == 2 * 64 + 8  # a product's result, the costly one's, the rows' norms
 
 
 def test_cpu_without_a_backend_is_the_function_itself():
     """CPU runs compare bitwise with each other; a compiled kernel would round differently."""
-    assert kernels.handle("compute", compute, "cpu") is compute
+    assert compile_cache.handle("compute", compute, "cpu") is compute

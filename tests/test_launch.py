@@ -55,7 +55,7 @@ def logs(tmp_path):
 
 
 def test_targets_and_drafters_as_two_agents_learn_what_one_agent_learns(tiny_preset, one_agent, tmp_path, logs):
-    """Ranks of both agents count from 0 and join in any order: roles, devices and the deal must not depend on it."""
+    """Ranks of both agents count from 0 and join in any order: roles, devices and the schedule must not depend on it."""
     with split(tiny_preset, tmp_path / "run", logs) as jobs:
         assert_both_end_well(jobs, logs)
     assert_equal_runs(one_agent, tmp_path / "run")

@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from common.learner import walk_totals
-from common.packet import Row
-from common.tokens import VALIDATE, Item
+from common.data.rows import Row
+from common.data.schedule import VALIDATE, Assignment
+from common.training.heldout import heldout_totals
 
 
 def test_walk_totals_are_those_of_the_source_and_the_tree_that_they_name():
@@ -19,10 +19,10 @@ def test_walk_totals_are_those_of_the_source_and_the_tree_that_they_name():
     plan = SimpleNamespace(
         config=SimpleNamespace(validation=SimpleNamespace(tree_budget=1)),
         drafter=SimpleNamespace(block_size=4),
-        deal=SimpleNamespace(row_of=lambda item: (0, 7)),
+        schedule=SimpleNamespace(row_of=lambda assignment: (0, 7)),
         heldout=SimpleNamespace(
             store=SimpleNamespace(source_names=["a", ""], source_of=np.array([0, 0, 1, 1, 0, 1])), documents_of={7: np.array([3, 4])}.get
         ),
     )
-    totals = walk_totals(plan, Item(VALIDATE, 1, 0, 0), row, accepted_N, logprobs_NJk, ranks_NJ)
-    assert totals == {"walk_tau": (8, 5), "walk_tau/a": (5, 2), "walk_tau/unnamed": (3, 3), "walk_tau_tree": (8, 5)}
+    totals = heldout_totals(plan, Assignment(VALIDATE, 1, 0, 0), row, accepted_N, logprobs_NJk, ranks_NJ)
+    assert totals == {"heldout_tau": (8, 5), "heldout_tau/a": (5, 2), "heldout_tau/unnamed": (3, 3), "heldout_tau_tree": (8, 5)}

@@ -9,7 +9,7 @@ import yaml
 from ranks import Job, torchrun
 
 import train_drafter
-from common.checkpoint import open_checkpoint
+from common.training.checkpoint import open_checkpoint
 from serve_targets import Server
 
 
@@ -33,9 +33,9 @@ def preset(tiny_target, tiny_store, tiny_heldout, tmp_path):
 
 
 def records(folder):
-    """A run's losses and walk taus in order."""
+    """A run's losses and held-out taus in order."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [(r["step"], key, r[key]) for r in lines for key in ("loss", "grad_norm", "tau", "walk_tau") if key in r]
+    return [(r["step"], key, r[key]) for r in lines for key in ("loss", "grad_norm", "tau", "heldout_tau") if key in r]
 
 
 def solo(preset, folder, *overrides):
@@ -104,7 +104,7 @@ def test_threads_run_for_three_hundred_steps(preset, tmp_path):
 
 
 def test_validation_walks_with_the_averaged_weights(preset, tmp_path, monkeypatch):
-    """Else walk tau, by which the best checkpoint is chosen, is that of replicas that nobody exports."""
+    """Else held-out tau, by which the best checkpoint is chosen, is that of replicas that nobody exports."""
     validate, seen = train_drafter.Trainer.validate, {}
 
     def watched(trainer, step, entries):
@@ -125,7 +125,9 @@ def test_an_ablated_drafter_learns_nothing_from_features(preset, tmp_path):
 
 def test_the_best_checkpoint_outlives_newer_ones(preset, tmp_path, monkeypatch):
     """Else a run that forgets towards its end has thrown its best drafter away. Step 10 goes by the tau of step 8 and is not it."""
-    monkeypatch.setattr(train_drafter, "walk_totals", lambda plan, item, *_: {"walk_tau": (3.0 if item.step == 8 else 2.0, 1.0)})
+    monkeypatch.setattr(
+        train_drafter, "heldout_totals", lambda plan, assignment, *_: {"heldout_tau": (3.0 if assignment.step == 8 else 2.0, 1.0)}
+    )
     solo(preset, tmp_path, "checkpoint.every=2", "checkpoint.keep=1", "checkpoint.keep_best=true")
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*")) == ["step_00000008", "step_00000012"]
 
@@ -137,7 +139,7 @@ def test_a_failing_thread_ends_all_others_and_says_who_it_was(preset, tmp_path, 
     healthy = getattr(owner, name)
 
     def failing(self, first, *rest):
-        if self.seat.index == 1 and getattr(first, "step", first) == 5:
+        if self.context.index == 1 and getattr(first, "step", first) == 5:
             raise ZeroDivisionError("planted")
         return healthy(self, first, *rest)
 

@@ -7,10 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from common import objective
 from common.config import ObjectiveConfig
-from common.packet import Row
-from common.target_files import Vocabulary
+from common.data.rows import Row
+from common.objective import acceptance
+from common.objective.block_loss import base_loss
+from common.objective.blocks import build_blocks, candidates, default_anchors, draw_anchors, every_anchor
+from common.target.vocabulary import Vocabulary
 
 V, D, MASK = 23, 6, 22
 
@@ -27,8 +29,8 @@ def make_row(lengths, mask=None, row_tokens=None, seed=0):
 
 
 def blocks_of(row, anchors, block_size, **options):
-    anchor, keep = objective.draw_anchors(row, anchors, seed=0, number=0)
-    return objective.build_blocks(row, anchor, keep, block_size, MASK, **options)
+    anchor, keep = draw_anchors(row, anchors, seed=0, number=0)
+    return build_blocks(row, anchor, keep, block_size, MASK, **options)
 
 
 def random_vocabulary(softcap=None, seed=1):
@@ -52,19 +54,19 @@ def hidden_that_says(tokens_AK, vocabulary):
 def test_anchors_reach_the_first_and_the_last_legal_position_and_no_other():
     """An anchor outside its document's supervised tokens would train on text that is never drafted."""
     row = make_row([6, 5], mask="001110" + "11011", row_tokens=14)
-    assert objective.candidates(row).tolist() == [2, 3, 6, 9]
-    anchor, keep = objective.draw_anchors(row, 4, seed=0, number=0)
+    assert candidates(row).tolist() == [2, 3, 6, 9]
+    anchor, keep = draw_anchors(row, 4, seed=0, number=0)
     assert anchor.tolist() == [2, 3, 6, 9] and keep.all()
 
 
 def test_a_row_without_a_candidate_has_no_weight_and_no_nan():
     """A row of prompts only must not stop or poison a run."""
     row = make_row([1, 1, 4], mask="11" + "0100", row_tokens=8)
-    assert objective.every_anchor(row, 3) == []
+    assert every_anchor(row, 3) == []
     blocks = blocks_of(row, 3, 4)
     assert not blocks.keep_A.any() and torch.equal(blocks.lo_A, blocks.anchor_A)
     hidden = random_hidden(3, 3, D)
-    result = objective.loss(hidden, random_vocabulary(), blocks, ObjectiveConfig())
+    result = base_loss(hidden, random_vocabulary(), blocks, ObjectiveConfig())
     result.loss_sum.backward()
     assert result.loss_sum == 0 and result.weight_sum == 0 and not hidden.grad.any()
     assert result.metrics.pop("empty") == (1, 1), "badly masked data must show"
@@ -74,21 +76,21 @@ def test_a_row_without_a_candidate_has_no_weight_and_no_nan():
 def test_anchors_are_drawn_by_seed_and_packet_number_alone():
     """Another draw in another mode, or the same draw for every packet, would break resume and waste data."""
     row = make_row([200])
-    draw = [objective.draw_anchors(row, 20, seed, number)[0].tolist() for seed, number in ((0, 5), (0, 5), (0, 6), (1, 5))]
+    draw = [draw_anchors(row, 20, seed, number)[0].tolist() for seed, number in ((0, 5), (0, 5), (0, 6), (1, 5))]
     assert draw[0] == draw[1] and draw[0] != draw[2] and draw[0] != draw[3]
     assert all(d == sorted(set(d)) and len(d) == 20 for d in draw)
     counts = np.zeros(199)
     for number in range(400):
-        counts[objective.draw_anchors(row, 20, 0, number)[0]] += 1
+        counts[draw_anchors(row, 20, 0, number)[0]] += 1
     assert counts.min() > 15 and counts.max() < 75  # 40 expected, four standard deviations are 24
 
 
 def test_every_anchor_predicts_every_candidate_once():
     """Validation that skips or repeats positions would walk on numbers that do not exist."""
     row = make_row([9, 2, 7], mask="011111011" + "11" + "1110111", row_tokens=20)
-    chunks = objective.every_anchor(row, 4)
+    chunks = every_anchor(row, 4)
     kept = np.concatenate([anchor[keep] for anchor, keep in chunks])
-    assert kept.tolist() == objective.candidates(row).tolist() and all(len(anchor) == 4 for anchor, _ in chunks)
+    assert kept.tolist() == candidates(row).tolist() and all(len(anchor) == 4 for anchor, _ in chunks)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +98,7 @@ def test_every_anchor_predicts_every_candidate_once():
 )
 def test_default_anchors_fill_tiles(pack_tokens, block_size, expected):
     """Blocks that do not fill tiles of 128 queries cannot run on the block-sparse attention."""
-    assert objective.default_anchors(pack_tokens, block_size) == expected
+    assert default_anchors(pack_tokens, block_size) == expected
 
 
 # Blocks
@@ -107,7 +109,7 @@ def test_labels_stop_at_the_documents_end_and_at_the_first_unsupervised_token():
     row = make_row([7, 6], mask="0111011" + "111111", row_tokens=16)
     anchor = np.array([1, 5, 7, 11, 15], np.int32)
     keep = np.array([True, True, True, True, False])
-    blocks = objective.build_blocks(row, anchor, keep, 5, MASK)
+    blocks = build_blocks(row, anchor, keep, 5, MASK)
     expected = ["01100", "01000", "01111", "01000", "00000"]
     assert ["".join(str(int(v)) for v in slots) for slots in blocks.valid_AK] == expected
     assert blocks.labels_AK[2].tolist() == [0, *row.tokens[8:12].tolist()]
@@ -179,7 +181,7 @@ def test_loss_and_gradient_equal_the_float64_reference(loss, weights, softcap):
     (gradient,) = torch.autograd.grad(loss_sum * 3, hidden)
     for head, chunk_anchors in itertools.product(("fused", "checkpoint"), (None, 1, 5)):
         config.head = head
-        result = objective.loss(hidden, vocabulary, blocks, config, final_hidden, chunk_anchors)
+        result = base_loss(hidden, vocabulary, blocks, config, final_hidden, chunk_anchors)
         (got,) = torch.autograd.grad(result.loss_sum * 3, hidden)
         torch.testing.assert_close(result.loss_sum, loss_sum, check_dtype=False, rtol=1e-6, atol=1e-6)  # weights are float32
         torch.testing.assert_close(result.weight_sum.double(), torch.tensor(weight_sum), rtol=1e-6, atol=1e-6)
@@ -193,8 +195,8 @@ def test_the_fused_head_in_bfloat16_stays_near_float64():
     blocks, vocabulary, hidden = blocks_of(row, 29, 4), random_vocabulary(), random_hidden(29, 3, D)
     half = Vocabulary(*(vocabulary.head.bfloat16(),) * 2, 1.0, None)
     hidden_half = hidden.detach().bfloat16().requires_grad_()
-    exact = objective.loss(hidden, vocabulary, blocks, ObjectiveConfig())
-    rounded = objective.loss(hidden_half, half, blocks, ObjectiveConfig())
+    exact = base_loss(hidden, vocabulary, blocks, ObjectiveConfig())
+    rounded = base_loss(hidden_half, half, blocks, ObjectiveConfig())
     exact.loss_sum.backward(), rounded.loss_sum.backward()
     assert rounded.loss_sum.dtype == torch.float32 and hidden_half.grad.dtype == torch.bfloat16
     assert abs(rounded.loss_sum / exact.loss_sum - 1) < 5e-3
@@ -207,16 +209,16 @@ def test_packed_equals_unpacked():
     vocabulary, config = random_vocabulary(), ObjectiveConfig(weights="dpace")
     hidden = random_hidden(16, 3, D)
     whole_blocks = blocks_of(packed, 16, 4)
-    whole = objective.loss(hidden, vocabulary, whole_blocks, config)
+    whole = base_loss(hidden, vocabulary, whole_blocks, config)
     parts, used = [], 0
     for first, stop in packed.spans():
         alone = Row(packed.tokens[first:stop], np.zeros(stop - first, np.int32), packed.loss_mask[first:stop], stop - first, 1)
-        anchors = len(objective.candidates(alone))
+        anchors = len(candidates(alone))
         blocks = blocks_of(alone, anchors, 4)
         for name in ("positions_AK", "labels_AK", "valid_AK"):
             assert torch.equal(getattr(blocks, name), getattr(whole_blocks, name)[used : used + anchors]), name
         assert torch.equal(blocks.tokens_U[:-1], whole_blocks.tokens_U[used : used + anchors])
-        parts.append(objective.loss(hidden[used : used + anchors], vocabulary, blocks, config))
+        parts.append(base_loss(hidden[used : used + anchors], vocabulary, blocks, config))
         used += anchors
     assert used == whole_blocks.keep_A.sum()
     torch.testing.assert_close(whole.loss_sum, sum(p.loss_sum for p in parts))
@@ -231,7 +233,7 @@ def test_a_non_finite_hidden_state_reaches_the_loss_and_the_gradient():
     with torch.no_grad():
         hidden[3, 1, 0] = torch.nan
     for head in ("fused", "checkpoint"):
-        result = objective.loss(hidden, random_vocabulary(), blocks_of(make_row([10]), 9, 4), ObjectiveConfig(head=head))
+        result = base_loss(hidden, random_vocabulary(), blocks_of(make_row([10]), 9, 4), ObjectiveConfig(head=head))
         assert result.loss_sum.isnan() and torch.autograd.grad(result.loss_sum, hidden)[0].isnan().any()
 
 
@@ -242,10 +244,10 @@ def test_metrics_of_a_hand_written_example():
     """Two blocks, hits known slot by slot: accuracy, unbroken acceptance and tau as written on paper."""
     vocabulary = Vocabulary(torch.eye(V), torch.eye(V), 1.0, None)
     row = make_row([9])
-    blocks = objective.build_blocks(row, np.array([0, 6], np.int32), np.array([True, True]), 4, MASK)  # labels 1-3; 7, 8
+    blocks = build_blocks(row, np.array([0, 6], np.int32), np.array([True, True]), 4, MASK)  # labels 1-3; 7, 8
     says = blocks.labels_AK.clone()
     says[0, 2] = MASK  # hits 1, 0, 1 and 1, 1
-    result = objective.loss(hidden_that_says(says, vocabulary), vocabulary, blocks, ObjectiveConfig())
+    result = base_loss(hidden_that_says(says, vocabulary), vocabulary, blocks, ObjectiveConfig())
     assert [t.tolist() for t in result.metrics["accuracy"]] == [[2, 1, 1], [2, 2, 1]]
     assert [t.tolist() for t in result.metrics["accepted"]] == [[2, 1, 0], [2, 2, 1]]
     assert [t.item() for t in result.metrics["tau"]] == [(1 + 1) + (1 + 2), 2]
@@ -278,19 +280,19 @@ def decode_greedily(row, says, block_size):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_walk_equals_greedy_speculative_decoding(seed):
-    """Walk tau is what the best checkpoint is chosen by: it must be the number that decoding gives."""
+    """Held-out tau is what the best checkpoint is chosen by: it must be the number that decoding gives."""
     rng = np.random.default_rng(seed)
     lengths = [1, 2, 30, 3, 25]
     row = make_row(lengths, mask="".join(str(int(c)) for c in rng.random(sum(lengths)) < 0.9), row_tokens=64, seed=seed)
     K, vocabulary = 5, Vocabulary(torch.eye(V), torch.eye(V), 1.0, None)
     says, accepted = {}, []
-    for anchor, keep in objective.every_anchor(row, 7):
-        blocks = objective.build_blocks(row, anchor, keep, K, MASK)
+    for anchor, keep in every_anchor(row, 7):
+        blocks = build_blocks(row, anchor, keep, K, MASK)
         proposal = torch.from_numpy(np.where(rng.random((7, K)) < 0.7, row.tokens[np.minimum(anchor[:, None] + np.arange(K), 63)], MASK))
         says |= {int(a): p[1:].tolist() for a, p, kept in zip(anchor, proposal, keep, strict=True) if kept}
-        result = objective.loss(hidden_that_says(proposal, vocabulary), vocabulary, blocks, ObjectiveConfig())
+        result = base_loss(hidden_that_says(proposal, vocabulary), vocabulary, blocks, ObjectiveConfig())
         accepted += result.accepted_A[torch.from_numpy(keep)].tolist()
-    emitted, verifications = objective.walk(accepted, row)
+    emitted, verifications = acceptance.walk(accepted, row)
     assert (emitted.tolist(), verifications.tolist()) == decode_greedily(row, says, K)
 
 
@@ -303,7 +305,7 @@ def test_the_tree_is_the_best_of_all_prefixes(budget):
     logprobs = torch.randn(3, 3, generator=torch.Generator().manual_seed(budget)).log_softmax(-1).sort(-1, descending=True).values
     prefixes = [p for depth in (1, 2, 3) for p in itertools.product(range(3), repeat=depth)]
     best = sorted((sum(logprobs[i, r].item() for i, r in enumerate(p)) for p in prefixes), reverse=True)[:budget]
-    nodes, paths = objective.build_tree(logprobs, budget), []
+    nodes, paths = acceptance.build_tree(logprobs, budget), []
     for parent, depth, rank in nodes:
         paths.append((*(paths[parent] if parent >= 0 else ()), rank))
         assert len(paths[-1]) == depth
@@ -314,14 +316,14 @@ def test_the_tree_is_the_best_of_all_prefixes(budget):
 def test_a_tree_along_rank_zero_is_the_chain():
     """Chain and tree must agree where they mean the same."""
     logprobs = torch.randn(5, 1, generator=torch.Generator().manual_seed(0))
-    assert objective.build_tree(logprobs, 5) == [(i - 1, i + 1, 0) for i in range(5)]
+    assert acceptance.build_tree(logprobs, 5) == [(i - 1, i + 1, 0) for i in range(5)]
     row, vocabulary = make_row([12, 7]), random_vocabulary()
-    anchor, keep = objective.every_anchor(row, 32)[0]
-    blocks = objective.build_blocks(row, anchor, keep, 4, MASK)
+    anchor, keep = every_anchor(row, 32)[0]
+    blocks = build_blocks(row, anchor, keep, 4, MASK)
     hidden = hidden_that_says(torch.where(torch.rand(blocks.labels_AK.shape) < 0.7, blocks.labels_AK, 1), vocabulary).double()
-    accepted = objective.loss(hidden, vocabulary, blocks, ObjectiveConfig()).accepted_A[: keep.sum()]
-    logprobs, ranks = objective.rank_labels(hidden, vocabulary, blocks, top_k=1)
-    chain, tree = objective.walk(accepted.tolist(), row), objective.walk_tree(logprobs, ranks, row, budget=3)
+    accepted = base_loss(hidden, vocabulary, blocks, ObjectiveConfig()).accepted_A[: keep.sum()]
+    logprobs, ranks = acceptance.rank_labels(hidden, vocabulary, blocks, top_k=1)
+    chain, tree = acceptance.walk(accepted.tolist(), row), acceptance.walk_tree(logprobs, ranks, row, budget=3)
     assert accepted.any() and [a.tolist() for a in chain] == [a.tolist() for a in tree]
 
 
@@ -331,11 +333,11 @@ def test_tree_acceptance_is_the_longest_label_prefix_in_the_tree():
     for budget in (1, 3, 8, 20):
         logprobs = torch.randn(4, 5, generator=generator).log_softmax(-1).sort(-1, descending=True).values
         paths = []
-        for parent, _, rank in objective.build_tree(logprobs, budget):
+        for parent, _, rank in acceptance.build_tree(logprobs, budget):
             paths.append((*(paths[parent] if parent >= 0 else ()), rank))
         for ranks in itertools.product(range(6), repeat=4):
             expected = max((n for n in range(1, 5) if ranks[:n] in paths), default=0)
-            assert objective.tree_accepted(logprobs, torch.tensor(ranks), budget) == expected
+            assert acceptance.tree_accepted(logprobs, torch.tensor(ranks), budget) == expected
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -346,7 +348,7 @@ def test_the_cuda_kernels_equal_the_plain_twin(loss, dtype):
 
     Total variation has a kink where drafter and target agree, and rounding decides on which side a token falls: there the twin rounds, too.
     """
-    from common.head import slot_values_and_gradients
+    from common.objective.head import slot_values_and_gradients
 
     generator, kinked = torch.Generator().manual_seed(0), loss in ("tv", "lk")
     exact = dtype if kinked else torch.float64
@@ -358,15 +360,15 @@ def test_the_cuda_kernels_equal_the_plain_twin(loss, dtype):
         vocabulary, wide = Vocabulary(head, head, 1.0, softcap), Vocabulary(head.to(exact), head.to(exact), 1.0, softcap)
         hidden = torch.randn(40, 7, 64, generator=generator).to(dtype).cuda().requires_grad_()
         exact_hidden = hidden.detach().to(exact).requires_grad_()
-        fast = objective.loss(hidden, vocabulary, blocks, ObjectiveConfig(loss=loss), final_hidden, chunk_anchors=16)
-        slow = objective.loss(exact_hidden, wide, blocks, ObjectiveConfig(loss=loss, head="checkpoint"), final_hidden.to(exact))
+        fast = base_loss(hidden, vocabulary, blocks, ObjectiveConfig(loss=loss), final_hidden, chunk_anchors=16)
+        slow = base_loss(exact_hidden, wide, blocks, ObjectiveConfig(loss=loss, head="checkpoint"), final_hidden.to(exact))
         fast.loss_sum.backward(), slow.loss_sum.backward()
         assert abs(fast.loss_sum / slow.loss_sum - 1) < tolerance
         assert (hidden.grad - exact_hidden.grad).norm() / exact_hidden.grad.norm() < tolerance
         logits = (torch.randn(64, rows, generator=generator) * 3).bfloat16().cuda()  # coarse: ties for the largest
         labels = logits.argmax(-1)
         if loss == "ce":
-            from common.head_kernel import cross_entropy_
+            from common.objective.head_kernel import cross_entropy_
 
             _, _, hit, _ = slot_values_and_gradients(logits, labels, None, "ce", softcap)
             assert torch.equal(cross_entropy_(logits.clone(), labels, softcap)[1], hit)

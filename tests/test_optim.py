@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from common.config import OptimConfig
-from common.optim import Optimizer, schedule
+from common.training.optim import Optimizer, schedule
 
 
 def network(dtype=torch.float32):
@@ -114,7 +114,7 @@ def test_resume_is_exact():
     for name, view in resumed.master_tensors().items():
         view.copy_(masters[name])
     resumed.load_state_tensors(saved)
-    resumed.publish()
+    resumed.update_weights()
     run(resumed, second, range(5, 10))
     assert all(torch.equal(a, b) for a, b in zip(everything(resumed), everything(uninterrupted), strict=True))
 

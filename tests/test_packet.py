@@ -8,13 +8,14 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from common.config import UserError
-from common.links import STOP, P2PReceiver, P2PSender, QueueLink, QueueReceiver
-from common.packet import HostMessage, PacketBuffer, PacketShape, Row
-from common.tokens import TRAIN, Item
-from common.watch import Stopped
+from common.data.rows import Row
+from common.data.schedule import TRAIN, Assignment
+from common.distributed.links import STOP, P2PReceiver, P2PSender, QueueLink, QueueReceiver
+from common.distributed.packet import HostMessage, PacketBuffer, PacketShape
+from common.distributed.status import Stopped
+from common.errors import UserError
 
-ROW_TOKENS, DUE = 64, Item(TRAIN, 3, 17, 1)
+ROW_TOKENS, DUE = 64, Assignment(TRAIN, 3, 17, 1)
 SHAPE = PacketShape(ROW_TOKENS, 2, torch.float32).on("cpu")
 
 
@@ -35,7 +36,7 @@ def test_what_was_written_is_read(message):
 def test_another_packet_than_the_one_due_is_refused_with_both_numbers(message):
     """Else a drafter that is one packet behind trains on the wrong rows until the end."""
     with pytest.raises(UserError, match=r"\(0, 3, 17\), due is \(0, 3, 18\)"):
-        message.check(Item(TRAIN, 3, 18, 0))
+        message.check(Assignment(TRAIN, 3, 18, 0))
 
 
 def test_every_damaged_message_is_refused(message):
@@ -64,7 +65,7 @@ def test_a_packet_that_is_not_due_is_refused_between_threads():
     buffer.message.write(Row.empty(ROW_TOKENS), DUE, epoch=0, row_index=5)
     link.filled.put(buffer)
     with pytest.raises(UserError, match="due is"):
-        QueueReceiver(SHAPE, 2, {0: link}).take(Item(TRAIN, 3, 18, 0), 0)
+        QueueReceiver(SHAPE, 2, {0: link}).take(Assignment(TRAIN, 3, 18, 0), 0)
 
 
 def take_another_one(rank, ranks):
@@ -74,7 +75,7 @@ def take_another_one(rank, ranks):
         buffer.message.write(Row.empty(ROW_TOKENS), DUE, epoch=0, row_index=5)
         return sender.offer(buffer, 0)
     try:
-        P2PReceiver(SHAPE, 2, {0: dist.group.WORLD}, staged=False).take(Item(TRAIN, 3, 18, 0), 0)
+        P2PReceiver(SHAPE, 2, {0: dist.group.WORLD}, staged=False).take(Assignment(TRAIN, 3, 18, 0), 0)
     except UserError as error:
         dist.send(torch.tensor([STOP]), dst=0)
         return str(error)

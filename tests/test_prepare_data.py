@@ -9,9 +9,9 @@ import pytest
 from conftest import build_tokenizer, conversations
 
 import prepare_data
-from common.chat import has_anchor
-from common.config import UserError
-from common.tokens import TokenStore
+from common.data.store import TokenStore
+from common.data.tokenizing import has_anchor
+from common.errors import UserError
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from common.chat import Chat, load_tokenizer
-from common.conversation_file import is_loop
-from common.tokens import TokenStore
+from common.data.chat import Chat, load_tokenizer
+from common.data.store import TokenStore
+from common.generation.conversation_file import is_loop
 
 FOLDER = Path(__file__).resolve().parent.parent / "launch" / "quickstart"
 MASK = "<|mask|>"
@@ -61,7 +61,7 @@ def test_mask_token_never_occurs_in_data(tokenizer):
 
 
 def test_answers_are_the_targets_own():
-    """Else walk tau in training would not be that of real decoding. A text is greedy if each token is the likeliest one there."""
+    """Else held-out tau in training would not be that of real decoding. A text is greedy if each token is the likeliest one there."""
     model = AutoModelForCausalLM.from_pretrained(FOLDER / "target", dtype=torch.float32)
     store = TokenStore.open(FOLDER / "heldout")
     for i in range(16):

@@ -8,7 +8,7 @@ import signal
 import pytest
 from ranks import Job
 
-from common.checkpoint import RunDirectory
+from common.training.run_directory import RunDirectory
 
 TIMED = ("tokens_per_s", "wait_share", "busy", "blocked", "seconds")  # what a clock decides in a log record
 
@@ -68,13 +68,13 @@ def kill_at_call(of, method, count, before, rank):
 
 
 def kill_in_accumulation(rank):
-    from common.optim import Optimizer
+    from common.training.optim import Optimizer
 
     kill_at_call(Optimizer, "accumulate", 14, False, rank)  # the first of the two packets of step 7 is in the gradients, if accumulate=2
 
 
 def kill_in_step(rank):
-    from common.optim import Optimizer
+    from common.training.optim import Optimizer
 
     kill_at_call(Optimizer, "step", 7, True, rank)
 
@@ -92,13 +92,14 @@ def kill_after_the_checkpoint(rank):
 
 
 def kill_in_export(rank):
-    from common import drafter_files
 
-    kill_at_call(drafter_files, "save_file", 2, True, rank)
+    from common.drafter import export
+
+    kill_at_call(export, "save_file", 2, True, rank)
 
 
 def kill_before_the_first_checkpoint(rank):
-    from common.optim import Optimizer
+    from common.training.optim import Optimizer
 
     kill_at_call(Optimizer, "step", 2, False, rank)
 
@@ -218,9 +219,10 @@ def test_an_export_that_the_last_job_did_not_finish_is_made_up_for(tiny_preset, 
 
 
 def kill_in_the_first_export(rank):
-    from common import drafter_files
 
-    kill_at_call(drafter_files, "save_file", 1, True, rank)
+    from common.drafter import export
+
+    kill_at_call(export, "save_file", 1, True, rank)
 
 
 TWO_DRAFTERS = ("topology.drafters=2", "sync.every=4", "checkpoint.every=4")
@@ -250,7 +252,7 @@ def kill_the_second_drafter(rank):
 
 def kill_the_first_target(rank):
     if rank == 0:
-        from common.target import Target
+        from common.target.model import Target
 
         kill_at_call(Target, "capture", 9, True, rank)
 

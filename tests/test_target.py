@@ -5,9 +5,9 @@ import pytest
 import torch
 from conftest import build_target
 
-from common import target
-from common.config import UserError
-from common.packet import Row
+from common.data.rows import Row
+from common.errors import UserError
+from common.target.model import Target, load_model
 
 
 def row_of(lengths, padding, vocabulary=256, seed=0):
@@ -19,8 +19,8 @@ def row_of(lengths, padding, vocabulary=256, seed=0):
 
 
 def capture(folder, row, taps, **options):
-    model = target.load(folder, torch.device("cpu"), torch.float32)
-    subject = target.Target(model, taps, **options)
+    model = load_model(folder, torch.device("cpu"), torch.float32)
+    subject = Target(model, taps, **options)
     out = torch.full((len(row.tokens), subject.width), float("nan"))
     subject.capture(row, out)
     return out, subject
@@ -31,7 +31,7 @@ def test_a_tap_is_the_output_of_its_decoder_layer(tiny_target, tap):
     """Off by one here, and training looks perfect while the server feeds another layer."""
     row = row_of([20], 0)
     out, _ = capture(tiny_target, row, [tap])
-    model = target.load(tiny_target, torch.device("cpu"), torch.float32)
+    model = load_model(tiny_target, torch.device("cpu"), torch.float32)
     seen = []
     model.model.layers[tap].register_forward_hook(lambda m, i, o: seen.append(o[0] if isinstance(o, tuple) else o))
     with torch.no_grad():
@@ -60,7 +60,7 @@ def test_auto_chooses_packed_only_where_it_is_exact(tiny_target, monkeypatch):
     """A family whose packed forward leaks between documents must run one by one, or be refused when packed was asked for."""
     _, subject = capture(tiny_target, row_of([5, 6], 0), [1])
     assert subject.execution == "packed"
-    monkeypatch.setattr(target.Target, "_packed_difference", lambda self: 0.3)
+    monkeypatch.setattr(Target, "_packed_difference", lambda self: 0.3)
     _, subject = capture(tiny_target, row_of([5, 6], 0), [1])
     assert subject.execution == "per_document"
     with pytest.raises(UserError, match="per_document"):
@@ -94,7 +94,7 @@ def test_variable_length_attention_equals_one_by_one(tmp_path):
     row, device = row_of([1, 2, 100, 61, 300], padding=48), torch.device("cuda")
 
     def features(dtype, execution):
-        subject = target.Target(target.load(tmp_path, device, dtype), [0, 2], execution)
+        subject = Target(load_model(tmp_path, device, dtype), [0, 2], execution)
         assert subject.execution == execution
         out = torch.zeros(len(row.tokens), subject.width, dtype=dtype, device=device)
         subject.capture(row, out)

@@ -15,8 +15,9 @@ from transformers import (
     GraniteForCausalLM,
 )
 
-from common import target_files
-from common.config import UserError
+from common.errors import UserError
+from common.target.files import fingerprint, read_spec, resolve
+from common.target.vocabulary import load_vocabulary
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -24,7 +25,7 @@ def test_embedding_and_head_are_the_targets_own(tmp_path, tied):
     """A drafter that learns against another head proposes another model's tokens; a tied head exists only as the embedding."""
     build_target(tmp_path, tie_word_embeddings=tied)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    vocabulary = target_files.load_vocabulary(tmp_path, torch.float32, "cpu")
+    vocabulary = load_vocabulary(tmp_path, torch.float32, "cpu")
     assert (vocabulary.head.data_ptr() == vocabulary.embedding.data_ptr()) == tied
     ids, hidden = torch.tensor([[3, 250]]), torch.randn(4, 32)
     assert torch.equal(vocabulary.embed(ids), model.get_input_embeddings()(ids))
@@ -63,7 +64,7 @@ def test_scaled_logits_are_the_targets_own(tmp_path, model):
 
 def _check_vocabulary(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    vocabulary = target_files.load_vocabulary(tmp_path, torch.float32, "cpu")
+    vocabulary = load_vocabulary(tmp_path, torch.float32, "cpu")
     ids = torch.tensor([[1, 2, 3]])
     seen = []
     model.model.layers[0].register_forward_hook(lambda m, inputs, output: seen.append(inputs[0]))
@@ -86,13 +87,13 @@ def _check_vocabulary(tmp_path):
 def test_a_folder_that_is_no_dense_decoder_is_refused(tmp_path, config, words):
     (tmp_path / "config.json").write_text(config)
     with pytest.raises(UserError, match=words):
-        target_files.read_spec(tmp_path)
+        read_spec(tmp_path)
 
 
 def test_a_path_that_does_not_exist_is_not_taken_for_a_hub_id():
     """Otherwise a typing error waits for the network."""
     with pytest.raises(UserError, match="no such folder"):
-        target_files.resolve("./nowhere")
+        resolve("./nowhere")
 
 
 def test_the_fingerprint_follows_the_weights(tmp_path):
@@ -100,5 +101,5 @@ def test_the_fingerprint_follows_the_weights(tmp_path):
     prints = []
     for seed in (0, 1):
         build_target(tmp_path / str(seed), seed=seed)
-        prints.append(target_files.fingerprint(tmp_path / str(seed)))
+        prints.append(fingerprint(tmp_path / str(seed)))
     assert prints[0] != prints[1]

@@ -1,4 +1,4 @@
-"""The store, its rows and the deal: what is read once per epoch, by whom, and what happens to a damaged file."""
+"""The store, its rows and the schedule: what is read once per epoch, by whom, and what happens to a damaged file."""
 
 import json
 from collections import Counter
@@ -6,10 +6,12 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from common import tokens
-from common.config import UserError, digest
-from common.packet import EMPTY_ROW
-from common.tokens import TRAIN, VALIDATE, Deal, Item, RowLoader, StoreWriter, TokenStore, pack_rows, serving_target
+from common.data.packing import pack_rows
+from common.data.rows import EMPTY_ROW, RowLoader
+from common.data.schedule import TRAIN, VALIDATE, Assignment, Schedule, serving_target
+from common.data.store import StoreWriter, TokenStore, vocabulary_digest
+from common.errors import UserError
+from common.trees import digest
 
 META = {"vocab_size": 1000, "target": "a/b"}
 
@@ -120,7 +122,7 @@ def test_damage_is_found_when_the_store_is_opened_or_read(tmp_path):
             documents = [store.document(i) for i in range(len(store))]
             same = all((a == b).all() for one, two in zip(documents, originals, strict=True) for a, b in zip(one, two, strict=True))
             found["unseen" if not same else "harmless"] += 1
-            assert same or name in ("tokens.bin", "mask.bin")  # a token that became another valid token is beyond an index check
+            assert same or name in ("bin", "mask.bin")  # a token that became another valid token is beyond an index check
         except UserError:
             found["refused"] += 1
         (folder / name).write_bytes(pristine[name])
@@ -173,7 +175,7 @@ def test_a_store_for_another_target_is_refused(tmp_path):
     folder, target = tmp_path / "store", tmp_path / "target"
     target.mkdir()
     (target / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 1}}}))
-    with StoreWriter(folder, META | {"vocabulary_digest": tokens.vocabulary_digest((target / "tokenizer.json").read_text())}) as writer:
+    with StoreWriter(folder, META | {"vocabulary_digest": vocabulary_digest((target / "tokenizer.json").read_text())}) as writer:
         writer.add([0, 20], [1, 1])
     store = TokenStore.open(folder)
     store.check_target(target, 21)
@@ -259,85 +261,88 @@ def test_a_row_holds_whole_documents_and_marks_where_they_begin(tmp_path):
 @pytest.mark.parametrize("drafters", range(1, 7))
 def test_every_row_is_trained_on_once_per_epoch(drafters, rows, accumulate):
     """A row read twice or never is weight that nobody asked for; only the stated remainder may be missing, another one each epoch."""
-    deal = Deal(rows, drafters, accumulate, seed=5, epochs=3)
+    schedule = Schedule(rows, drafters, accumulate, seed=5, epochs=3)
     per_epoch = {}
-    for item in deal.items():
-        epoch, row = deal.row_of(item)
+    for assignment in schedule.assignments():
+        epoch, row = schedule.row_of(assignment)
         per_epoch.setdefault(epoch, []).append(row)
-        assert item.step == item.number // (drafters * accumulate) + 1
-        assert item.drafter == item.number % drafters
-    assert deal.dropped_rows == rows % (drafters * accumulate)
+        assert assignment.step == assignment.number // (drafters * accumulate) + 1
+        assert assignment.drafter == assignment.number % drafters
+    assert schedule.dropped_rows == rows % (drafters * accumulate)
     assert list(per_epoch) == [0, 1, 2]
-    assert all(len(set(seen)) == len(seen) == rows - deal.dropped_rows for seen in per_epoch.values())
+    assert all(len(set(seen)) == len(seen) == rows - schedule.dropped_rows for seen in per_epoch.values())
     assert per_epoch[0] != per_epoch[1] != per_epoch[2]
-    if not deal.dropped_rows:
+    if not schedule.dropped_rows:
         assert all(sorted(seen) == list(range(rows)) for seen in per_epoch.values())
 
 
 @pytest.mark.parametrize("targets", range(1, 7))
 @pytest.mark.parametrize("drafters", range(1, 7))
-@pytest.mark.parametrize("cells", [1, 2])
-def test_work_is_even_over_targets_and_drafters(cells, drafters, targets):
+@pytest.mark.parametrize("groups", [1, 2])
+def test_work_is_even_over_targets_and_drafters(groups, drafters, targets):
     """With 5 targets and 2 drafters no target may idle while another is late."""
-    everybody = cells * drafters
-    deal = Deal(everybody * 60, everybody, 1, seed=0, epochs=1)
+    everybody = groups * drafters
+    schedule = Schedule(everybody * 60, everybody, 1, seed=0, epochs=1)
     given, taken = Counter(), Counter()
-    for item in deal.items():
-        cell, place = divmod(item.drafter, drafters)
-        target = serving_target(item, place, drafters, targets, everybody)
-        packet_of_cell = item.number // everybody * drafters + place
+    for assignment in schedule.assignments():
+        group, place = divmod(assignment.drafter, drafters)
+        target = serving_target(assignment, place, drafters, targets, everybody)
+        packet_of_cell = assignment.number // everybody * drafters + place
         assert target == packet_of_cell % targets
-        given[cell, target] += 1
-        taken[item.drafter] += 1
-    assert len(given) == cells * targets and max(given.values()) - min(given.values()) <= 1
+        given[group, target] += 1
+        taken[assignment.drafter] += 1
+    assert len(given) == groups * targets and max(given.values()) - min(given.values()) <= 1
     assert set(taken.values()) == {60}
 
 
 @pytest.mark.parametrize(("drafters", "accumulate"), [(1, 1), (2, 3), (5, 2)])
 def test_a_deal_goes_on_where_it_stopped(drafters, accumulate):
     """After a resume the same packets must follow, without dealing a million earlier ones again."""
-    deal = Deal(47, drafters, accumulate, seed=1, steps=40, validation_rows=3, validation_every=4)
-    everything = list(deal.items())
+    schedule = Schedule(47, drafters, accumulate, seed=1, steps=40, validation_rows=3, validation_every=4)
+    everything = list(schedule.assignments())
     for completed in (0, 1, 4, 17, 39, 40):
-        assert list(deal.items(completed)) == [item for item in everything if item.step > completed]
-    assert next(Deal(10**6, 1, 1, seed=0, steps=10**9).items(10**9 - 1)).number == 10**9 - 1
+        assert list(schedule.assignments(completed)) == [assignment for assignment in everything if assignment.step > completed]
+    assert next(Schedule(10**6, 1, 1, seed=0, steps=10**9).items(10**9 - 1)).number == 10**9 - 1
 
 
 @pytest.mark.parametrize("drafters", range(1, 7))
 def test_validation_covers_its_rows_after_its_steps(drafters):
     """A held-out row read twice, or a drafter without a packet in the last round, would bias tau or hang the job."""
-    deal = Deal(60, drafters, 1, seed=0, steps=10, validation_rows=7, validation_every=4)
+    schedule = Schedule(60, drafters, 1, seed=0, steps=10, validation_rows=7, validation_every=4)
     validated = {}
-    for item in deal.items():
-        if item.kind == VALIDATE:
-            validated.setdefault(item.step, []).append(deal.row_of(item)[1])
-            assert item.drafter == item.number % drafters
+    for assignment in schedule.assignments():
+        if assignment.kind == VALIDATE:
+            validated.setdefault(assignment.step, []).append(schedule.row_of(assignment)[1])
+            assert assignment.drafter == assignment.number % drafters
     assert list(validated) == [4, 8, 10]
     for rows in validated.values():
         assert [row for row in rows if row != EMPTY_ROW] == list(range(7)) and len(rows) % drafters == 0
         assert len(rows) - 7 < drafters
-    assert not any(item.kind == VALIDATE for item in Deal(60, drafters, 1, seed=0, steps=10).items())
-    kinds = [item.kind for item in deal.items() if item.step == 4]
+    assert not any(assignment.kind == VALIDATE for assignment in Schedule(60, drafters, 1, seed=0, steps=10).items())
+    kinds = [assignment.kind for assignment in schedule.assignments() if assignment.step == 4]
     assert kinds == sorted(kinds) == [TRAIN] * drafters + [VALIDATE] * len(validated[4])
 
 
 def test_steps_follow_from_epochs_even_in_parts():
-    assert Deal(100, 2, 5, seed=0, epochs=0.29).steps == 3
-    assert Deal(100, 1, 1, seed=0, epochs=0.29).steps == 29
-    assert Deal(100, 1, 1, seed=0, epochs=0.001).steps == 1
-    assert Deal(105, 2, 5, seed=0, epochs=6).steps == 60
-    assert Deal(105, 2, 5, seed=0, epochs=6, steps=7).steps == 7
+    assert Schedule(100, 2, 5, seed=0, epochs=0.29).steps == 3
+    assert Schedule(100, 1, 1, seed=0, epochs=0.29).steps == 29
+    assert Schedule(100, 1, 1, seed=0, epochs=0.001).steps == 1
+    assert Schedule(105, 2, 5, seed=0, epochs=6).steps == 60
+    assert Schedule(105, 2, 5, seed=0, epochs=6, steps=7).steps == 7
 
 
 def test_too_little_data_for_one_step_is_refused():
     """Instead of a run that ends at once, or one that divides by zero."""
     with pytest.raises(UserError, match=r"5 rows, one step takes 2 drafters x optim.accumulate=3 = 6"):
-        Deal(5, 2, 3, seed=0, epochs=1)
+        Schedule(5, 2, 3, seed=0, epochs=1)
 
 
 def test_order_depends_on_seed_and_epoch_alone():
     """Solo, threads and processes must train on the same rows in the same order."""
-    orders = [[Deal(50, d, 1, seed, epochs=2).row_of(Item(TRAIN, 1, n, 0))[1] for n in range(50)] for d, seed in ((1, 0), (2, 0), (1, 1))]
+    orders = [
+        [Schedule(50, d, 1, seed, epochs=2).row_of(Assignment(TRAIN, 1, n, 0))[1] for n in range(50)]
+        for d, seed in ((1, 0), (2, 0), (1, 1))
+    ]
     assert orders[0] == orders[1] != orders[2]
-    second = [Deal(50, 1, 1, 0, epochs=2).row_of(Item(TRAIN, 1, 50 + n, 0))[1] for n in range(50)]
+    second = [Schedule(50, 1, 1, 0, epochs=2).row_of(Assignment(TRAIN, 1, 50 + n, 0))[1] for n in range(50)]
     assert second != orders[2], "seeds next to each other must not share their epochs"

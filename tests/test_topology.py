@@ -2,9 +2,11 @@
 
 import pytest
 
-from common import tokens
-from common.config import Config, UserError
-from common.topology import ProcessesJob, Seat, default_drafters, split
+from common.config import Config
+from common.data.schedule import Schedule
+from common.distributed.layout import WorkerContext, default_drafters, split
+from common.distributed.processes import ProcessesJob
+from common.errors import UserError
 
 
 def layout(who, rank=0, **topology):
@@ -27,35 +29,35 @@ def test_default_split(ranks, drafters):
 
 def test_one_node_of_eight():
     """The promised 6 + 2, targets on the lowest local ranks, each drafter fed by three targets in turn."""
-    seats = layout(node("a", 8))
-    assert [m.rank for m in seats.targets] == [0, 1, 2, 3, 4, 5]
-    assert [m.rank for m in seats.drafters] == [6, 7]
-    fed = {d: {t.index for t, drafter in seats.pairs() if drafter.index == d} for d in (0, 1)}
+    contexts = layout(node("a", 8))
+    assert [m.rank for m in contexts.targets] == [0, 1, 2, 3, 4, 5]
+    assert [m.rank for m in contexts.drafters] == [6, 7]
+    fed = {d: {t.index for t, drafter in contexts.pairs() if drafter.index == d} for d in (0, 1)}
     assert fed == {0: {0, 2, 4}, 1: {1, 3, 5}}
 
 
 def test_order_of_joining_changes_nothing():
-    """Two agents get global ranks in the order in which they join; the seats must not depend on that."""
+    """Two agents get global ranks in the order in which they join; the contexts must not depend on that."""
     who = node("a", 4) + node("b", 4, agent=1)
     shuffled = [who[i] for i in (5, 0, 7, 2, 1, 6, 3, 4)]
 
-    def places(seats, order):
-        return {(order[m.rank][1], order[m.rank][3]): (m.role, m.index, m.cell) for m in (*seats.targets, *seats.drafters)}
+    def devices_of(contexts, order):
+        return {(order[m.rank][1], order[m.rank][3]): (m.role, m.index, m.group) for m in (*contexts.targets, *contexts.drafters)}
 
-    assert places(layout(who), who) == places(layout(shuffled), shuffled)
+    assert devices_of(layout(who), who) == devices_of(layout(shuffled), shuffled)
 
 
 def test_two_nodes_are_two_cells_that_exchange_no_packets():
-    seats = layout(node("a", 4) + node("b", 4, agent=1))
-    assert [(m.index, m.cell, m.place) for m in seats.drafters] == [(0, 0, 0), (1, 1, 0)]
-    assert all(t.cell == d.cell for t, d in seats.pairs())
+    contexts = layout(node("a", 4) + node("b", 4, agent=1))
+    assert [(m.index, m.group, m.index_in_group) for m in contexts.drafters] == [(0, 0, 0), (1, 1, 0)]
+    assert all(t.group == d.group for t, d in contexts.pairs())
 
 
 def test_a_split_launch_is_one_cell_with_roles_from_the_scripts():
     """Targets on one node, drafters on another: packets cross, and the counts follow from what was started."""
-    seats = layout(node("b", 2, agent=1) + node("a", 3, role="target"))
-    assert [m.host for m in seats.targets] == ["a"] * 3 and [m.host for m in seats.drafters] == ["b"] * 2
-    assert {m.cell for m in (*seats.targets, *seats.drafters)} == {0}
+    contexts = layout(node("b", 2, agent=1) + node("a", 3, role="target"))
+    assert [m.host for m in contexts.targets] == ["a"] * 3 and [m.host for m in contexts.drafters] == ["b"] * 2
+    assert {m.group for m in (*contexts.targets, *contexts.drafters)} == {0}
 
 
 def test_a_split_launch_on_one_host_deals_devices_over_both_agents(monkeypatch):
@@ -64,8 +66,8 @@ def test_a_split_launch_on_one_host_deals_devices_over_both_agents(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
     who = node("a", 1) + node("a", 2, role="target", agent=1)
     for rank in range(3):
-        seats = layout(who, rank)
-        assert [m.device.index for m in (*seats.targets, *seats.drafters)] == [0, 1, 2]
+        contexts = layout(who, rank)
+        assert [m.device.index for m in (*contexts.targets, *contexts.drafters)] == [0, 1, 2]
 
 
 def test_unequal_nodes_are_refused_with_the_difference():
@@ -82,26 +84,28 @@ def test_counts_that_do_not_add_up_are_refused(ranks, targets, drafters):
 @pytest.mark.parametrize(("targets", "drafters"), [(t, d) for t in range(1, 7) for d in range(1, 7)])
 def test_both_sides_of_every_pair_expect_the_same_packets_in_the_same_order(targets, drafters):
     """Nobody negotiates: if the agendas of the two ends differ by one packet, both wait for ever."""
-    seats = layout(node("a", targets + drafters), drafters=drafters)
-    deal = tokens.Deal(3 * drafters + 1, drafters, 1, 0, steps=5, validation_rows=drafters + 1, validation_every=2)
-    seat = lambda member: Seat(member.role, member.index, None, None, None, deal, seats, None)  # noqa: E731
+    contexts = layout(node("a", targets + drafters), drafters=drafters)
+    schedule = Schedule(3 * drafters + 1, drafters, 1, 0, steps=5, validation_rows=drafters + 1, validation_every=2)
+    context = lambda member: WorkerContext(member.role, member.index, None, None, None, schedule, contexts, None)  # noqa: E731
     sent, taken = {}, {}
-    for target in seats.targets:
-        for item, drafter in seat(target).agenda():
-            sent.setdefault((target.index, drafter), []).append(item)
-    for drafter in seats.drafters:
-        for item, target in seat(drafter).agenda():
-            taken.setdefault((target, drafter.index), []).append(item)
+    for target in contexts.targets:
+        for assignment, drafter in context(target).packets():
+            sent.setdefault((target.index, drafter), []).append(assignment)
+    for drafter in contexts.drafters:
+        for assignment, target in context(drafter).packets():
+            taken.setdefault((target, drafter.index), []).append(assignment)
     assert sent == taken
-    assert set(sent) <= {(t.index, d.index) for t, d in seats.pairs()}
+    assert set(sent) <= {(t.index, d.index) for t, d in contexts.pairs()}
 
 
 @pytest.mark.parametrize(("targets", "drafters"), [(1, 1), (2, 1), (5, 2), (2, 3), (6, 4)])
 def test_a_stop_is_answered_to_every_target_exactly_once(targets, drafters):
     """A target that hears nothing waits for ever; one that is asked twice is gone the second time."""
-    seats = layout(node("a", targets + drafters), drafters=drafters)
-    deal = tokens.Deal(50 * drafters, drafters, 1, 0, steps=40)
+    contexts = layout(node("a", targets + drafters), drafters=drafters)
+    schedule = Schedule(50 * drafters, drafters, 1, 0, steps=40)
     answered = []
-    for drafter in seats.drafters:
-        answered += [target for _, target in Seat("drafter", drafter.index, None, None, None, deal, seats, None).farewells(7)]
+    for drafter in contexts.drafters:
+        answered += [
+            target for _, target in WorkerContext("drafter", drafter.index, None, None, None, schedule, contexts, None).stop_offers(7)
+        ]
     assert sorted(answered) == list(range(targets))

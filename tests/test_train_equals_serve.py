@@ -13,17 +13,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from common import config as configuration
-from common import objective
-from common import plan as planning
-from common.decoding import BlockDrafter, Chooser, DecodingTarget, Proposal, decode, speculate
-from common.drafter import export
-from common.drafter_files import FULL, SLIDING
-from common.learner import Learner
-from common.target import Target
-from common.target import load as load_target
-from common.target_files import read_json
-from common.tokens import StoreWriter
+from common import config_reader
+from common.data.store import StoreWriter
+from common.decoding.speculate import BlockDrafter, Chooser, Proposal, decode, speculate
+from common.decoding.target import DecodingTarget
+from common.drafter.export import export
+from common.drafter.spec import FULL, SLIDING
+from common.objective import acceptance
+from common.objective.blocks import build_blocks, candidates, every_anchor
+from common.target.files import read_json
+from common.target.model import Target
+from common.target.model import load_model as load_target
+from common.training.learner import Learner
+from common.training.plan import make_plan
 
 BLOCK, LIMIT, STOP, ROW_TOKENS = 4, 26, {258}, 128
 KINDS = {"full": [FULL, FULL], "sliding": [SLIDING, FULL]}
@@ -80,7 +82,7 @@ def build_thread(folder, scratch, layer_types):
             unused -= {*prompt, *tokens}
             store.add(prompt + tokens, [0] * len(prompt) + [1] * len(tokens))
     shape = dict(layers=2, block_size=BLOCK, taps=[0, 2], dtype="float32", layer_types=layer_types, window=9, mask_token=min(unused))
-    config = configuration.from_dict(
+    config = config_reader.from_dict(
         dict(
             target=dict(path=str(folder), dtype="float32"),
             drafter=shape,
@@ -89,7 +91,7 @@ def build_thread(folder, scratch, layer_types):
             optim=dict(lr=1e-2, steps=60, schedule="constant"),
         )
     )
-    plan = planning.make(config, SimpleNamespace(first_per_host=lambda find: find(), drafters=1))
+    plan = make_plan(config, SimpleNamespace(first_per_host=lambda find: find(), drafters=1))
     learner = Learner(plan, torch.device("cpu"))
     thread = Thread(folder, learner, served, [plan.rows.row(i) for i in range(len(plan.rows))])
     packets = [thread.packet(row) for row in thread.rows]
@@ -138,7 +140,7 @@ def check_hidden(thread):
     documents = thread.documents()
     for row in thread.rows:
         trained, _ = thread.trained_hidden(row)
-        anchors, trained = objective.candidates(row).tolist(), iter(trained)
+        anchors, trained = candidates(row).tolist(), iter(trained)
         for first, stop in row.spans():
             prompt, answer = next(documents)
             served = served_hidden(thread, prompt, answer)
@@ -153,13 +155,13 @@ def check_walk(thread, tree_budget=None):
     for row in thread.rows:
         hidden, accepted = thread.trained_hidden(row)
         if tree_budget is None:
-            emitted, verifications = objective.walk(accepted, row)
+            emitted, verifications = acceptance.walk(accepted, row)
         else:
             learner = thread.learner
-            (chosen,) = objective.every_anchor(row, len(hidden))
-            blocks = objective.build_blocks(row, *chosen, BLOCK, learner.plan.drafter.mask_token_id)
-            emitted, verifications = objective.walk_tree(
-                *objective.rank_labels(hidden, learner.vocabulary, blocks, tree_budget), row, tree_budget
+            (chosen,) = every_anchor(row, len(hidden))
+            blocks = build_blocks(row, *chosen, BLOCK, learner.plan.drafter.mask_token_id)
+            emitted, verifications = acceptance.walk_tree(
+                *acceptance.rank_labels(hidden, learner.vocabulary, blocks, tree_budget), row, tree_budget
             )
         walked += zip(emitted.tolist(), verifications.tolist(), strict=True)
     for prompt, tokens in thread.documents():
@@ -176,7 +178,7 @@ def check_export(thread, scratch):
     folder = export(scratch / "export", learner.master_tensors(), plan.drafter, plan.target, "float32", "float32")
     row = thread.rows[0]
     trained, features = thread.trained_hidden(row)[0], thread.packet(row).features
-    for anchor, expected in list(zip(objective.candidates(row).tolist(), trained, strict=True))[::5]:
+    for anchor, expected in list(zip(candidates(row).tolist(), trained, strict=True))[::5]:
         first = int(row.document_start[anchor])
         mask_token = read_json(folder / "config.json")["dflash_config"]["mask_token_id"]
         block = learner.vocabulary.embed(torch.tensor([int(row.tokens[anchor])] + [mask_token] * (BLOCK - 1)))

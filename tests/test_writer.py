@@ -14,13 +14,13 @@ import pytest
 import torch
 from ranks import Job as ScriptJob
 
-from common import writer
-from common.chat import Chat, load_tokenizer
-from common.config import UserError
-from common.conversation_file import is_loop
-from common.engines import LocalEngine, Reply, Request, Sampling, SeededChoice, ServerEngine, advance, nucleus
-from common.target_files import read_spec
-from common.writer import Job, Script
+from common.data.chat import Chat, load_tokenizer
+from common.errors import UserError
+from common.generation import generate
+from common.generation.backends import LocalBackend, Reply, Request, Sampling, SeededChoice, ServerBackend, advance, nucleus
+from common.generation.conversation_file import is_loop
+from common.generation.generate import Job, Script
+from common.target.files import read_spec
 
 FLAGS = dict(
     answers="sampled", temperature=1.0, top_p=0.95, max_tokens=12, keep=("cut", "loop"), chat_template_kwargs={}, seed=3, server=None,
@@ -57,7 +57,7 @@ class ModelServer:
 
     def __init__(self, target):
         tokenizer = load_tokenizer(target)
-        self.engine, self.lock = LocalEngine(target, tokenizer, 256, 1, "cpu"), threading.Lock()
+        self.backend, self.lock = LocalBackend(target, tokenizer, 256, 1, "cpu"), threading.Lock()
         self.fault, self.tries, self.retried = lambda prompt, tries: None, Counter(), {}
         ours = self
 
@@ -104,7 +104,7 @@ class ModelServer:
             retried.wait(30)
         sampling = Sampling(body["temperature"], body["top_p"], body["max_tokens"])
         with self.lock:
-            (reply,) = self.engine.write([Request(prompt, sampling, (258,), body["seed"])])
+            (reply,) = self.backend.write([Request(prompt, sampling, (258,), body["seed"])])
         handler.reply({"choices": [{"text": reply.text, "finish_reason": "length" if reply.cut else "stop"}]})
 
     def __enter__(self):
@@ -117,7 +117,7 @@ class ModelServer:
 
 
 class Canned:
-    """An engine whose target says the same to everybody."""
+    """A backend whose target says the same to everybody."""
 
     def __init__(self, *texts, cut=False):
         self.texts, self.cut = texts, cut
@@ -133,7 +133,7 @@ class Canned:
 
 def test_both_engines_write_the_same_rows_whatever_the_network_does(tiny_target, questions, server, tmp_path, monkeypatch):
     """A retry that loses, doubles or changes a row would silently train the drafter on words that are not the target's."""
-    monkeypatch.setattr(writer, "ServerEngine", lambda *args: ServerEngine(*args, pause_s=0.001))
+    monkeypatch.setattr(generate, "ServerBackend", lambda *args: ServerBackend(*args, pause_s=0.001))
     faults = itertools.cycle([429, "malformed", "cut", 500, "no text"])
     server.fault = lambda prompt, tries: next(faults) if tries == 1 else None
     there = open_job(tiny_target, tmp_path / "server.jsonl", server=server.url, input=questions)
@@ -149,15 +149,15 @@ def test_both_engines_write_the_same_rows_whatever_the_network_does(tiny_target,
 def test_an_answer_that_never_comes_is_asked_for_again(tiny_target, server):
     """One hung request would hold up the whole run."""
     server.fault = lambda prompt, tries: "slow" if tries == 1 else None
-    server.engine.write = lambda requests: [Reply("here", 1, False)]
-    engine = ServerEngine(server.url, load_tokenizer(tiny_target), 1, retries=20, pause_s=0.001, timeout_s=0.3)
-    assert engine.write(Request((1, 2), Sampling(0, 1, 8), (258,), 0)).text == "here"
+    server.backend.write = lambda requests: [Reply("here", 1, False)]
+    backend = ServerBackend(server.url, load_tokenizer(tiny_target), 1, retries=20, pause_s=0.001, timeout_s=0.3)
+    assert backend.write(Request((1, 2), Sampling(0, 1, 8), (258,), 0)).text == "here"
     assert server.tries[1, 2] > 1
 
 
 def test_rows_that_fail_are_kept_apart_and_tried_again(tiny_target, questions, server, tmp_path, monkeypatch):
     """One bad row must neither stop the others nor be lost."""
-    monkeypatch.setattr(writer, "ServerEngine", lambda *args: ServerEngine(*args, retries=1, pause_s=0.001))
+    monkeypatch.setattr(generate, "ServerBackend", lambda *args: ServerBackend(*args, retries=1, pause_s=0.001))
     doomed = Chat(load_tokenizer(tiny_target)).prompt([{"role": "user", "content": "go"}]).tolist()
     refused = Chat(load_tokenizer(tiny_target)).prompt([{"role": "user", "content": "7"}]).tolist()
     server.fault = lambda prompt, tries: {tuple(doomed): 500, tuple(refused): 400}.get(prompt)
@@ -176,7 +176,7 @@ def test_rows_that_fail_are_kept_apart_and_tried_again(tiny_target, questions, s
 
 def test_a_server_that_is_down_or_broken_is_an_error_at_once(tiny_target, server, tmp_path, monkeypatch):
     """Nobody wants to find a million error rows in the morning."""
-    monkeypatch.setattr(writer, "ServerEngine", lambda *args: ServerEngine(*args, retries=0, pause_s=0.001))
+    monkeypatch.setattr(generate, "ServerBackend", lambda *args: ServerBackend(*args, retries=0, pause_s=0.001))
     with pytest.raises(UserError, match=r"--server http://127.0.0.1:1/v1 does not list a model"):
         open_job(tiny_target, tmp_path / "a.jsonl", server="http://127.0.0.1:1/v1")
     server.fault = lambda prompt, tries: 500
@@ -205,8 +205,8 @@ def test_a_killed_run_goes_on_to_the_same_rows(tiny_target, tmp_path):
 
 
 def kill_at_third_batch(rank):
-    writes, write = itertools.count(), LocalEngine.write
-    LocalEngine.write = lambda *args: os.kill(os.getpid(), signal.SIGKILL) if next(writes) == 4 else write(*args)
+    writes, write = itertools.count(), LocalBackend.write
+    LocalBackend.write = lambda *args: os.kill(os.getpid(), signal.SIGKILL) if next(writes) == 4 else write(*args)
 
 
 def test_rows_depend_on_the_seed_and_their_id_only(tiny_target, tmp_path):
@@ -224,7 +224,7 @@ def test_every_answer_is_the_targets_own_in_the_context_of_the_new_ones(tiny_tar
     """A drafter trained on answers to an older answer learns a text that the target would not write."""
     job = open_job(tiny_target, tmp_path / "out.jsonl", answers="greedy", top_p=0.5, input=questions)
     job.regenerate()
-    chat, model = Chat(load_tokenizer(tiny_target)), job.engine.model
+    chat, model = Chat(load_tokenizer(tiny_target)), job.backend.model
     (row,) = [row for row in rows_of(tmp_path / "out.jsonl").values() if len(row["messages"]) == 6]
     assert [m["content"] for m in row["messages"] if m["role"] == "user"] == ["what", "why", "how"]
     cut = False
@@ -301,7 +301,7 @@ def test_a_prompt_beyond_the_context_is_one_error_row(tiny_target, tmp_path):
 def test_flawed_rows_are_counted_and_kept_apart(tiny_target, tmp_path, flaw, texts, cut):
     """What the filters let through is trained on; what they take without a trace looks like a run that stalls."""
     job = open_job(tiny_target, tmp_path / "out.jsonl", keep=(), max_user_tokens=8)
-    job.engine = Canned(*texts, cut=cut)
+    job.backend = Canned(*texts, cut=cut)
     with pytest.raises(UserError, match=f"'{flaw}': "):
         job.synthesize(3)
     rejected = rows_of(tmp_path / "out.jsonl.rejected.jsonl")
@@ -309,12 +309,12 @@ def test_flawed_rows_are_counted_and_kept_apart(tiny_target, tmp_path, flaw, tex
     assert job.output.summary() == {"kept": 1 if flaw == "duplicate" else 0, flaw: len(rejected)}
     if flaw != "empty":
         keeping = open_job(tiny_target, tmp_path / "keep.jsonl", keep=(flaw, "duplicate"), max_user_tokens=8)
-        keeping.engine = job.engine
+        keeping.backend = job.backend
         assert keeping.synthesize(3) == {"kept": 3}
 
 
 class Moody:
-    """An engine that writes nothing for the conversations named."""
+    """A backend that writes nothing for the conversations named."""
 
     def __init__(self, *silent):
         self.silent = silent
@@ -333,7 +333,7 @@ class Moody:
 def test_a_flawed_last_row_is_made_up_for(tiny_target, tmp_path):
     """Rows are the same every time: a round of one flawed row must not end this run and every later one."""
     job = open_job(tiny_target, tmp_path / "out.jsonl", max_user_tokens=8)
-    job.engine = Moody("00000002", "00000003")
+    job.backend = Moody("00000002", "00000003")
     assert job.synthesize(3) == {"kept": 3, "empty": 2}
     assert list(rows_of(tmp_path / "out.jsonl")) == ["00000000", "00000001", "00000004"]
 
@@ -359,10 +359,10 @@ def test_nothing_usable_is_an_error(tiny_target, tmp_path):
 
 
 def test_a_stop_ends_a_servers_conversations_at_the_next_turn(tiny_target, server):
-    engine = ServerEngine(server.url, load_tokenizer(tiny_target), 1)
-    engine.stopping.set()
+    backend = ServerBackend(server.url, load_tokenizer(tiny_target), 1)
+    backend.stopping.set()
     script = Script(Chat(load_tokenizer(tiny_target)), read_spec(tiny_target), 0, Sampling(0, 1, 8), Sampling(1, 1, 8))
-    _, outcome = engine._play("0", script.synthesize("0"))
+    _, outcome = backend._play("0", script.synthesize("0"))
     assert str(outcome) == "stopped" and not server.tries
 
 

@@ -1,0 +1,269 @@
+"""From YAML and `section.key=value` overrides to a Config: reading, checking, and the help text.
+
+Unknown keys, wrong types and contradictions raise `UserError`. A drafter family's own settings are read as further keys of the `drafter`
+section: `families` maps every family's name to the dataclass of its settings, or to None.
+"""
+
+import argparse
+import ast
+import copy
+import dataclasses
+import difflib
+import inspect
+import math
+import textwrap
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from common.config import BEFORE, Bounds, Config
+from common.errors import UserError
+
+DEFAULT_PRESET = Path(__file__).resolve().parent.parent / "launch" / "presets" / "quickstart.yaml"
+Families = Mapping[str, type | None]
+PLAIN: Families = {"dflash": None}
+TYPE_NAMES = {int: "int", float: "float", str: "str", bool: "bool", type(None): "null"}
+
+
+def load(path: str | Path | None = None, overrides: Sequence[str] = (), families: Families = PLAIN) -> Config:
+    """Read a YAML file, apply `section.key=value` overrides and validate.
+
+    Raises: UserError with the key, what was got and what to write.
+    """
+    path = Path(path or DEFAULT_PRESET)
+    if not path.is_file():
+        raise UserError(f"--config {path}: no such file; presets are in {DEFAULT_PRESET.parent}")
+    try:
+        tree = yaml.safe_load(path.read_text()) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"--config {path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"--config {path} holds a {type(tree).__name__}; it must be sections such as `target:` with keys beneath")
+    for override in overrides:
+        _apply_override(tree, override)
+    config = from_dict(tree, families)
+    if config.log.dir is None:
+        config.log.dir = f"runs/{path.stem}"
+    validate(config)
+    return config
+
+
+def from_dict(tree: Mapping[str, Any], families: Families = PLAIN) -> Config:
+    """Build a Config from nested dicts, refusing unknown keys, wrong types and values out of bounds."""
+    tree = dict(tree)
+    section, options = tree.get("drafter"), None
+    if isinstance(section, dict):
+        family = section.get("family", "dflash")
+        if family not in families:
+            raise UserError(f"drafter.family={family!r} is not known; use one of {', '.join(families)}{_near(str(family), families)}")
+        if (settings := families[family]) is not None:
+            names = {f.name for f in dataclasses.fields(settings)}
+            options = _build(settings, {key: value for key, value in section.items() if key in names}, "drafter.")
+            tree["drafter"] = {key: value for key, value in section.items() if key not in names}
+    config = _build(Config, tree, "")
+    config.drafter.options = options
+    return config
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """The config as nested dicts, a family's own settings among those of the `drafter` section."""
+    tree = dataclasses.asdict(config)
+    tree["drafter"] |= tree["drafter"].pop("options") or {}
+    return tree
+
+
+def to_yaml(config: Config) -> str:
+    return yaml.safe_dump(to_dict(config), sort_keys=False)
+
+
+def with_defaults(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
+    """A config saved by an older release, with the keys that came later as they behaved then; keys that are gone are left out."""
+    defaults = dataclasses.asdict(Config())
+    for key, value in BEFORE.items():
+        section, _, name = key.partition(".")
+        defaults[section][name] = value
+    filled = copy.deepcopy(dict(current))
+    for section, values in filled.items():
+        old = saved.get(section, defaults.get(section))
+        if isinstance(values, dict):
+            filled[section] = {key: (old or {}).get(key, defaults.get(section, {}).get(key, value)) for key, value in values.items()}
+        else:
+            filled[section] = old
+    return filled
+
+
+def validate(config: Config) -> None:
+    """Refuse contradictions that need nothing but the config itself. Raises: UserError."""
+    if not config.target.path:
+        raise UserError("target.path is empty: name a folder of safetensors or a hub id, e.g. target.path=Qwen/Qwen3-8B")
+    if not config.data.path:
+        raise UserError("data.path is empty: pack conversations first (prepare_data.py pack ... --output DIR), then data.path=DIR")
+    layer_types, layers = config.drafter.layer_types, config.drafter.layers
+    if layer_types is not None:
+        if len(layer_types) != layers:
+            raise UserError(
+                f"drafter.layer_types={layer_types} must name full_attention or sliding_attention for each of the {layers} layers"
+            )
+        if "sliding_attention" in layer_types and config.drafter.window is None:
+            raise UserError("drafter.layer_types has sliding_attention but drafter.window is not set; write e.g. drafter.window=4096")
+    if len(config.optim.betas) != 2:
+        raise UserError(f"optim.betas={config.optim.betas} must be two numbers in [0, 1), e.g. [0.9,0.95]")
+
+
+def check_averaging(config: Config, drafters: int, key: str) -> None:
+    """With several averaging drafters `key`'s steps must be averaging steps: between them the replicas differ.
+
+    Raises: UserError naming the nearest valid values.
+    """
+    section, name = key.split(".")
+    every, sync = getattr(getattr(config, section), name), config.sync.every
+    if drafters > 1 and config.sync.mode == "average" and every % sync:
+        low, high = every // sync * sync, (every // sync + 1) * sync
+        advice = f"{low} or {high}" if low else f"{high}"
+        raise UserError(f"{key}={every} is not a multiple of sync.every={sync}: replicas differ between averages; use {advice}")
+
+
+def from_command_line(argv: Sequence[str], description: str, families: Families = PLAIN) -> Config:
+    """The Config of a script that takes `--config FILE` and overrides; `--help` prints every key."""
+    parser = argparse.ArgumentParser(
+        description=description, epilog=describe_keys(families), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", help=f"YAML file; default: {DEFAULT_PRESET.relative_to(DEFAULT_PRESET.parents[2])}")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="any of the keys below")
+    arguments = parser.parse_intermixed_args(argv)
+    return load(arguments.config, arguments.overrides, families)
+
+
+def describe_keys(families: Families = PLAIN) -> str:
+    """Every key with its default, its type and its meaning, for `--help`."""
+    lines = ["keys, each with its default:"]
+    sections = [(f.name + ".", f.type) for f in dataclasses.fields(Config) if dataclasses.is_dataclass(f.type)]
+    for prefix, section in sections:
+        lines += ["", *_describe(section, prefix)]
+        for family, settings in families.items() if prefix == "drafter." else ():
+            if settings is not None:
+                lines += ["", f"  with drafter.family={family}:", *_describe(settings, prefix)]
+    return "\n".join([*lines, "", *_describe(Config, "")])
+
+
+def _describe(section: Any, prefix: str) -> Iterator[str]:
+    meanings = _meanings(section)
+    for f in dataclasses.fields(section):
+        if f.metadata.get("hidden") or dataclasses.is_dataclass(f.type):
+            continue
+        value = f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
+        shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else f"{value}" or "''"
+        yield f"  {prefix}{f.name}={shown}  ({_type_name(f.type)})"
+        yield from textwrap.wrap(meanings.get(f.name, ""), 112, initial_indent="      ", subsequent_indent="      ")
+
+
+def _meanings(section: type) -> dict[str, str]:
+    """The docstrings beneath a dataclass's fields."""
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
+    found = {}
+    for field, following in zip(tree.body, tree.body[1:], strict=False):  # type: ignore[attr-defined]
+        if isinstance(field, ast.AnnAssign) and isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+            found[typing.cast(ast.Name, field.target).id] = " ".join(str(following.value.value).split())
+    return found
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals:
+        raise UserError(f"override {override!r} has no `=`; write section.key=value, e.g. optim.lr=1e-3")
+    *sections, leaf = key.split(".")
+    for section in sections:
+        if tree.get(section) is None:  # an empty section of a preset
+            tree[section] = {}
+        tree = tree[section]
+        if not isinstance(tree, dict):
+            raise UserError(f"override {override!r}: {section} is a value, not a section")
+    try:
+        tree[leaf] = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise UserError(f"override {override!r}: the value is not valid YAML; quote it, e.g. {key}='\"text\"'") from None
+
+
+def _near(name: str, choices: typing.Iterable[str]) -> str:
+    match = difflib.get_close_matches(name, list(choices), n=1)
+    return f" (did you mean {match[0]}?)" if match else ""
+
+
+def _build(cls: Any, tree: Mapping[str, Any], prefix: str) -> Any:
+    fields = {f.name: f for f in dataclasses.fields(cls) if not f.metadata.get("hidden")}
+    values = {}
+    for key, value in tree.items():
+        if key not in fields:
+            raise UserError(f"unknown key {prefix}{key}{_near(str(key), fields)}; known: {', '.join(prefix + f for f in fields)}")
+        annotation = fields[key].type
+        if dataclasses.is_dataclass(annotation):
+            if not isinstance(value or {}, dict):
+                raise UserError(f"{prefix}{key} is a section; got {value!r}; write {prefix}{key}.<key>=value")
+            values[key] = _build(annotation, value or {}, f"{prefix}{key}.")
+        else:
+            values[key] = _convert(value, annotation, prefix + key)
+    return cls(**values)
+
+
+def _options(annotation: Any) -> tuple[Any, ...]:
+    """The members of a union, or the annotation itself."""
+    return typing.get_args(annotation) if typing.get_origin(annotation) in (types.UnionType, typing.Union) else (annotation,)
+
+
+def _type_name(annotation: Any) -> str:
+    """A type as the user reads it: its name, choices and bounds."""
+    names = []
+    for option in _options(annotation):
+        arguments = typing.get_args(option)
+        match typing.get_origin(option):
+            case typing.Literal:
+                names.append(", ".join(arguments))
+            case typing.Annotated:
+                names.append(f"{_type_name(arguments[0])} {arguments[1]}")
+            case builtin if builtin is list:
+                names.append(f"list of {_type_name(arguments[0])}")
+            case _:
+                names.append(TYPE_NAMES[option])
+    return " or ".join(names)
+
+
+def _convert(value: Any, annotation: Any, key: str) -> Any:
+    """The value as the annotation's type. Raises: UserError where it is none, or out of its bounds or choices."""
+    for option in _options(annotation):
+        arguments, bounds = typing.get_args(option), None
+        origin = typing.get_origin(option)
+        if origin is typing.Annotated:
+            option, bounds = arguments
+        if origin is list and isinstance(value, list):
+            return [_convert(v, arguments[0], f"{key}[{i}]") for i, v in enumerate(value)]
+        if origin is typing.Literal and value in arguments:
+            return value
+        if origin is typing.Literal and option is annotation:
+            raise UserError(f"{key}={value} is not known; use one of {', '.join(arguments)}{_near(str(value), arguments)}")
+        converted = _scalar(value, option, key) if isinstance(option, type) else None
+        if converted is not None:
+            if isinstance(bounds, Bounds) and not bounds.hold(converted):
+                raise UserError(f"{key}={value} must be {bounds}")
+            return converted
+        if option is type(None) and value is None:
+            return None
+    raise UserError(f"{key}={value!r} must be {_type_name(annotation)}")
+
+
+def _scalar(value: Any, kind: type, key: str) -> Any:
+    """The value as `kind`, or None if it is none."""
+    if kind is float and isinstance(value, (int, float, str)) and not isinstance(value, bool):  # YAML reads 1e-3 as text
+        try:
+            number = float(value)
+        except (ValueError, OverflowError):
+            return None
+        if not math.isfinite(number):
+            raise UserError(f"{key}={value!r} must be a finite number")
+        return number
+    if kind is int and isinstance(value, bool):
+        return None
+    return value if kind in (int, str, bool) and isinstance(value, kind) else None

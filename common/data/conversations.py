@@ -1,0 +1,75 @@
+"""JSONL lines to messages: every shape in which people keep conversations."""
+
+import gzip
+import json
+import sys
+import zlib
+from contextlib import nullcontext
+from pathlib import Path
+
+from common.errors import UserError
+
+ROLES = {
+    "system": "system", "developer": "developer", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant",
+    "model": "assistant", "chatgpt": "assistant", "tool": "tool", "function": "tool", "observation": "tool",
+}  # fmt: skip
+
+
+class Rejected(Exception):
+    """A line that cannot become a document; the message is the reason it is counted under."""
+
+
+def conversation(row):
+    """The messages of a JSONL row: `messages`, `conversations` (from/value) or `prompt` and `completion`."""
+    turns = row.get("messages", row.get("conversations"))
+    if turns is None and "prompt" in row and "completion" in row:
+        turns = []
+        for role, part in (("user", row["prompt"]), ("assistant", row["completion"])):
+            turns += part if isinstance(part, list) else [{"role": role, "content": part}]
+    if not isinstance(turns, list):
+        raise Rejected("no messages, conversations, prompt with completion, or text")
+    return [_message(turn) for turn in turns]
+
+
+def _message(turn):
+    if not isinstance(turn, dict):
+        raise Rejected("a message is not an object")
+    role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
+    if not isinstance(role, str) or role not in ROLES:
+        raise Rejected(f"unknown role {str(role)[:40]!r}")
+    if isinstance(content, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+        content = "".join(part["text"] for part in content)
+    if content is None and turn.get("tool_calls"):
+        content = ""
+    if not isinstance(content, str):
+        raise Rejected("a message's content is not text")
+    return {k: v for k, v in turn.items() if k not in ("from", "value")} | {"role": ROLES[role], "content": content}
+
+
+def read_lines(path):
+    """Yield (location, source, line) of a JSONL file, plain or gzipped, or of stdin for `-`; a Rejected stands for what cannot be read."""
+    name, number = Path(path).name, 0
+    source = "stdin" if path == "-" else name.removesuffix(".gz").removesuffix(".jsonl").removesuffix(".json")
+    opener = gzip.open if name.endswith(".gz") else open
+    try:
+        stream = sys.stdin.buffer if path == "-" else opener(path, "rb")
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror})") from None
+    with nullcontext() if path == "-" else stream:
+        try:
+            for number, line in enumerate(stream, 1):
+                yield f"{path}:{number}", source, line
+        except (OSError, EOFError, zlib.error) as error:
+            yield f"{path}:{number + 1}", source, Rejected(f"the file cannot be read further ({type(error).__name__})")
+
+
+def parse(line):
+    """The JSON value of a line, or the Rejected that says why there is none."""
+    if isinstance(line, Rejected):
+        return line
+    try:
+        return json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        return Rejected("not UTF-8")
+    except (ValueError, RecursionError):
+        return Rejected("not JSON" if line.strip() else "empty line")

@@ -1,0 +1,217 @@
+"""Tokens on disk.
+
+A store is a folder of raw arrays (memory-mapped, never unpickled) and `meta.json`, the marker that is written last:
+
+    tokens.bin int32[total]   mask.bin uint8[total]   offsets.bin int64[N+1]   sources.bin uint16[N]
+
+Legend: N documents.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from array import array
+from pathlib import Path
+
+import numpy as np
+
+from common.errors import UserError
+from common.trees import digest
+
+VERSION = 1
+FILES = {"tokens": np.int32, "mask": np.uint8, "offsets": np.int64, "sources": np.uint16}
+
+
+def vocabulary_digest(tokenizer_json):
+    """Hash of the token-to-id table in the text of a tokenizer.json: equal for tokenizers that give the same ids their meaning."""
+    return digest(json.loads(tokenizer_json)["model"]["vocab"])
+
+
+STORE_FILES = {"meta.json", "tokens.bin", "mask.bin", "offsets.bin", "sources.bin"}
+
+
+class _File:
+    """A file that knows the hash of what was written, and is on the disk once it is closed."""
+
+    def __init__(self, path):
+        self.file, self.hash = open(path, "wb"), hashlib.sha256()  # noqa: SIM115
+
+    def write(self, data):
+        self.file.write(data)
+        self.hash.update(data)
+
+    def close(self):
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.file.close()
+        return self.hash.hexdigest()
+
+
+class StoreWriter:
+    """Write a token store: documents are added one by one, and the folder appears, whole, when it is closed.
+
+    `meta` may grow until then. Left by an exception, as a context manager, it leaves nothing behind.
+    """
+
+    def __init__(self, folder, meta):
+        self.folder, self.meta = Path(folder).resolve(), meta
+        if self.folder.exists() and not _may_be_replaced(self.folder):
+            raise UserError(f"{folder} exists and is not (only) a token store: it will not be overwritten; name another folder")
+        self.temporary = self.folder.with_name(f".{self.folder.name}.{os.getpid()}.partial")
+        shutil.rmtree(self.temporary, ignore_errors=True)
+        try:
+            self.temporary.mkdir(parents=True)
+        except OSError as error:
+            raise UserError(f"{folder} cannot be written ({error.strerror}); name another folder") from None
+        self.tokens, self.mask = _File(self.temporary / "tokens.bin"), _File(self.temporary / "mask.bin")
+        self.offsets, self.sources, self.source_names, self.supervised = array("q", [0]), array("H"), {}, 0
+        self._used = np.zeros(0, bool)  # by token id
+
+    def add(self, ids, mask, source=""):
+        """Append a document: token ids, a mask that is 1 on supervised tokens, and where it came from."""
+        ids, mask = np.asarray(ids, np.int32), np.asarray(mask, np.uint8)
+        vocab_size = self.meta.get("vocab_size")
+        if ids.ndim != 1 or not len(ids) or ids.shape != mask.shape or mask.max() > 1:
+            raise UserError(f"a document needs as many 0/1 mask values as tokens, at least one; got shapes {ids.shape} and {mask.shape}")
+        if ids.min() < 0 or (vocab_size is not None and ids.max() >= vocab_size):
+            raise UserError(f"token ids {ids.min()}..{ids.max()} do not fit a vocabulary of {vocab_size}; use the target's own tokenizer")
+        self.tokens.write(ids.tobytes())
+        self.mask.write(mask.tobytes())
+        self.offsets.append(self.offsets[-1] + len(ids))
+        self.sources.append(self.source_names.setdefault(source, len(self.source_names)))
+        self.supervised += int(mask.sum())
+        if ids.max() >= len(self._used):
+            self._used = np.append(self._used, np.zeros(int(ids.max()) + 1, bool))
+        self._used[ids] = True
+
+    def close(self):
+        """Make the store visible and return its meta."""
+        offsets, sources = _File(self.temporary / "offsets.bin"), _File(self.temporary / "sources.bin")
+        offsets.write(self.offsets.tobytes())
+        sources.write(self.sources.tobytes())
+        hashes = [file.close() for file in (self.tokens, self.mask, offsets, sources)]
+        meta = self.meta | {
+            "version": VERSION,
+            "documents": len(self.sources),
+            "tokens": self.offsets[-1],
+            "supervised_tokens": self.supervised,
+            "source_names": list(self.source_names),
+            "used_ids": np.packbits(self._used).tobytes().hex(),
+            "index": digest(hashes[2:]),
+            "fingerprint": digest(hashes),
+        }
+        marker = _File(self.temporary / "meta.json")
+        marker.write(json.dumps(meta | {"digest": digest(meta)}, indent=1).encode())
+        marker.close()
+        if self.folder.exists():
+            shutil.rmtree(self.folder)
+        os.rename(self.temporary, self.folder)
+        return meta
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, value, trace):
+        if kind is None:
+            self.close()
+        else:
+            shutil.rmtree(self.temporary, ignore_errors=True)
+
+
+def _may_be_replaced(folder):
+    """Whether a folder is empty, or a token store and nothing else."""
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else {"a file"}
+    return not names or ("meta.json" in names and names <= STORE_FILES)
+
+
+class TokenStore:
+    """A store opened for reading. Sizes and index are checked against meta.json before anything is believed."""
+
+    @classmethod
+    def open(cls, folder):
+        """Raises: UserError where there is no store, or a damaged one."""
+        store, folder = cls(), Path(folder)
+        if not (folder / "meta.json").is_file():
+            raise UserError(
+                f"{folder} is not a token store; write one: python prepare_data.py pack FILE.jsonl --target T --output {folder}"
+            )
+        try:
+            store._read(folder)
+        except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
+            raise UserError(f"token store {folder} is damaged ({error!r}); pack it again") from None
+        store.folder = folder
+        return store
+
+    def _read(self, folder):
+        meta = json.loads((folder / "meta.json").read_text())
+        if meta["version"] != VERSION:
+            raise ValueError(f"format {meta['version']}, this code reads {VERSION}")
+        if meta.pop("digest") != digest(meta):
+            raise ValueError("meta.json does not match its own digest")
+        documents, tokens = meta["documents"], meta["tokens"]
+        if type(documents) is not int or type(tokens) is not int or not 0 < documents <= tokens:
+            raise ValueError(f"documents={documents!r} tokens={tokens!r}")
+        if not isinstance(meta["source_names"], list) or type(meta.get("vocab_size", 1)) is not int:
+            raise ValueError("source_names or vocab_size of a wrong type")
+        counts = {"tokens": tokens, "mask": tokens, "offsets": documents + 1, "sources": documents}
+        arrays = {}
+        for name, dtype in FILES.items():
+            path, wanted = folder / f"{name}.bin", counts[name] * np.dtype(dtype).itemsize
+            if path.stat().st_size != wanted:
+                raise ValueError(f"{name}.bin has {path.stat().st_size} bytes, meta.json says {wanted}")
+            arrays[name] = np.memmap(path, dtype, "r")
+        offsets, sources = arrays["offsets"], arrays["sources"]
+        if digest([hashlib.sha256(arrays[name]).hexdigest() for name in ("offsets", "sources")]) != meta["index"]:
+            raise ValueError("offsets.bin or sources.bin changed after writing")
+        self.lengths = np.diff(offsets)
+        if offsets[0] != 0 or offsets[-1] != tokens or self.lengths.min() < 1 or sources.max() >= len(meta["source_names"]):
+            raise ValueError("offsets or sources out of range")
+        self.meta, self.fingerprint, self.source_names = meta, meta["fingerprint"], meta["source_names"]
+        self._used = np.unpackbits(np.frombuffer(bytes.fromhex(meta["used_ids"]), np.uint8))
+        self._highest = int(np.flatnonzero(self._used)[-1])
+        self.source_of, self._arrays = sources, arrays
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def check_target(self, folder, vocab_size):
+        """Refuse a target other than the one the store was packed for, by the size of its embedding and its tokenizer's vocabulary.
+
+        Raises: UserError naming both.
+        """
+        tokenizer, packed_for = Path(folder) / "tokenizer.json", self.meta.get("target", "another target")
+        wanted = self.meta.get("vocabulary_digest")
+        if self._highest >= vocab_size:
+            what = f"holds token {self._highest}, but the embedding of {folder} has {vocab_size} rows"
+        elif wanted and tokenizer.is_file() and vocabulary_digest(tokenizer.read_text()) != wanted:
+            what = f"was packed with another tokenizer than that of {folder}"
+        else:
+            return
+        raise UserError(f"{self.folder} {what} (it was packed for {packed_for}); pack it again with --target {folder}")
+
+    def describe(self):
+        """The store in a few lines: counts, sources, a histogram of document lengths."""
+        meta, lines = self.meta, []
+        lines.append(f"{len(self):,} documents, {meta['tokens']:,} tokens, {meta['supervised_tokens'] / meta['tokens']:.1%} supervised")
+        counts = np.bincount(self.source_of, minlength=len(self.source_names))
+        lines += [f"  from {name}: {count:,}" for name, count in zip(self.source_names, counts, strict=True)]
+        lines.append(f"tokens per document: {self.lengths.min()} to {self.lengths.max()}, median {int(np.median(self.lengths))}")
+        exponents = np.log2(self.lengths).astype(int)
+        for exponent, count in enumerate(np.bincount(exponents)):
+            if exponent >= exponents.min():
+                lines.append(f"  {2**exponent:>7,} to {2 ** (exponent + 1) - 1:>7,}: {count:>9,} {'#' * -(-50 * count // len(self))}")
+        return "\n".join(lines)
+
+    @property
+    def used_ids(self):
+        """Token ids that occur anywhere in the store, ascending."""
+        return np.flatnonzero(self._used)
+
+    def document(self, i):
+        """Token ids int32[n] and loss mask uint8[n] of document i."""
+        begin, end = self._arrays["offsets"][i], self._arrays["offsets"][i + 1]
+        ids, mask = np.array(self._arrays["tokens"][begin:end]), np.array(self._arrays["mask"][begin:end])
+        if ids.min() < 0 or ids.max() > self._highest or mask.max() > 1:
+            raise UserError(f"token store {self.folder}, document {i}: ids or mask out of range; the files are damaged, pack it again")
+        return ids, mask

@@ -1,0 +1,127 @@
+"""How ranks keep an eye on each other.
+
+Every process posts a heartbeat; whoever falls silent, or sits in one working phase for longer than `topology.timeout_s`, is named by
+the others, which then end too. Waiting is no fault, nor is a slow checkpoint; but when everybody waits for that long, a device or a
+transfer hangs, and the job ends as well.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+from typing import NamedTuple
+
+WORKING = ("capture", "step")  # phases that no healthy worker stays in for long
+PATIENT = ("start", "checkpoint")  # phases that may take any time
+
+
+class _Seen(NamedTuple):
+    """What is known of a rank: its last heartbeat, its last (count, step, phase), and the seconds when each was new."""
+
+    beat: float | None
+    beat_s: float
+    phase: list | None
+    phase_s: float
+
+    def overdue_s(self, now):
+        """Seconds of silence or in one working phase."""
+        return max(now - self.beat_s, now - self.phase_s if self.phase and self.phase[2] in WORKING else 0.0)
+
+    def waiting_s(self, now):
+        """Seconds in one phase that must not take for ever."""
+        return now - self.phase_s if self.phase and self.phase[2] not in PATIENT else 0.0
+
+    @property
+    def step(self):
+        return self.phase[1] if self.phase else 0
+
+    def __str__(self):
+        return f"last seen at step {self.phase[1]} in {self.phase[2]}" if self.phase else "never seen"
+
+
+class Watch:
+    """Heartbeats of all ranks. `leave` before a regular end; `explain` after an error that may be somebody else's."""
+
+    def __init__(self, status, layout, member, timeout_s):
+        self._status, self._member, self._timeout_s = status, member, timeout_s
+        self._store = status._store.clone()
+        self._names = {m.rank: f"{m.role} {m.index} (rank {m.rank} on {m.host})" for m in (*layout.targets, *layout.drafters)}
+        self._interval_s = min(timeout_s / 10, max(0.5, len(self._names) / 32))
+        self._seen = {}  # by rank, of those that have not left
+        self._left = False
+        self._lock = threading.Lock()
+        threading.Thread(target=self._run, daemon=True, name="watch").start()
+
+    def _run(self):
+        while True:
+            try:
+                with self._lock:
+                    if self._left:
+                        return
+                    self._look(time.monotonic())
+            except RuntimeError:
+                return  # the store is gone with its agent, which ends us
+            time.sleep(self._interval_s)
+
+    def _look(self, now):
+        self._store.set(f"beat/{self._member.rank}", json.dumps([now, *self._status.now]))
+        for rank in self._names:
+            self._see(rank, now)
+        if set(self._seen) <= {self._member.rank}:
+            return  # all others have left
+        overdue_s, _, rank = max((s.overdue_s(now), -s.step, r) for r, s in self._seen.items() if r != self._member.rank)
+        if overdue_s > self._timeout_s:
+            self._end(f"{self._names[rank]}: no sign of progress for {overdue_s:.0f} s, {self._seen[rank]}")
+        still_s = min(seen.waiting_s(now) for seen in self._seen.values())
+        if still_s > self._timeout_s:
+            behind = sorted(self._seen, key=lambda rank: self._seen[rank].step)[:8]
+            ranks = "; ".join(f"{self._names[rank]} {self._seen[rank]}" for rank in behind)
+            self._end(f"all ranks have waited for each other for {still_s:.0f} s, so a device or a transfer hangs: {ranks}")
+
+    def _see(self, rank, now):
+        beat = self._read(f"beat/{rank}")
+        if beat is not None and beat[3] == "left":
+            self._seen.pop(rank, None)
+            return
+        seen = self._seen.get(rank, _Seen(None, now, None, now))
+        if beat is not None and beat[0] != seen.beat:
+            seen = seen._replace(beat=beat[0], beat_s=now)
+        if beat is not None and beat[1:] != seen.phase:
+            seen = seen._replace(phase=beat[1:], phase_s=now)
+        self._seen[rank] = seen
+
+    def _read(self, key):
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+    def _end(self, what):
+        print(f"error: {what}. This is {self._names[self._member.rank]}, ending too.", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    def leave(self):
+        with self._lock:
+            self._left = True
+            self._store.set(f"beat/{self._member.rank}", json.dumps([0, 0, 0, "left"]))
+
+    def explain(self, error, lost_connection):
+        """Say whose fault it is: ours (a note for the others is left), or a rank's that died; then end the process if it is another's."""
+        if not lost_connection:
+            with self._lock:
+                self._store.set(
+                    f"fault/{self._member.rank}",
+                    json.dumps(str(error).strip().splitlines()[0][:500] if str(error) else type(error).__name__),
+                )
+            return
+        deadline = time.monotonic() + min(self._timeout_s, 20 * self._interval_s)
+        while time.monotonic() < deadline:
+            time.sleep(self._interval_s / 2)
+            with self._lock:
+                for rank in self._names:
+                    fault = self._read(f"fault/{rank}")
+                    if fault is not None:
+                        self._end(f"{self._names[rank]}: {fault}, {self._seen.get(rank, 'gone')}")
+                now = time.monotonic()
+                silent = {rank: now - seen.beat_s for rank, seen in self._seen.items() if rank != self._member.rank}
+                rank = max(silent, key=silent.get, default=None)
+                if rank is not None and silent[rank] > 4 * self._interval_s:
+                    self._end(f"{self._names[rank]}: died or fell silent {silent[rank]:.0f} s ago, {self._seen[rank]}")

@@ -1,0 +1,208 @@
+"""The exported form that all families share: config.json and model.safetensors, as z-lab's transformers class, vLLM and SGLang load them.
+
+`split` and `fuse` translate between the exported tensors and the drafter's fused projections. Source: DFlash (arXiv 2602.06036).
+"""
+
+import functools
+import json
+import os
+import shutil
+import warnings
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from common.drafter.rope import rope_kind
+from common.drafter.spec import FULL, SLIDING, DrafterSpec, auto_taps
+from common.errors import UserError
+from common.target.files import Tensors, read_json
+
+OWN_VOCABULARY = "{folder} proposes from a vocabulary of its own ({what}): only drafters that use the target's whole head are supported"
+
+
+def _fused(spec):
+    """{fused projection: {its part: rows}}."""
+    query, key = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    return {
+        "self_attn.qkv_proj": {"self_attn.q_proj": query, "self_attn.k_proj": key, "self_attn.v_proj": key},
+        "mlp.gate_up_proj": {"mlp.gate_proj": spec.intermediate_size, "mlp.up_proj": spec.intermediate_size},
+    }
+
+
+def split(spec, tensors):
+    """The drafter's tensors under their exported names: fused projections become views of their parts."""
+    parts = {}
+    for name, tensor in tensors.items():
+        fused = next((f for f in _fused(spec) if f in name), None)
+        sizes = _fused(spec)[fused] if fused else {"": len(tensor)}
+        for part, piece in zip(sizes, tensor.split(list(sizes.values())), strict=True):
+            parts[name.replace(fused, part) if fused else name] = piece
+    return parts
+
+
+def fuse(spec, parts):
+    """The inverse of `split`."""
+    pieces = {}
+    for name, tensor in parts.items():
+        fused = next((f for f, sizes in _fused(spec).items() for part in sizes if part in name), None)
+        part = next((p for p in _fused(spec)[fused] if p in name), "") if fused else ""
+        order = list(_fused(spec)[fused]).index(part) if fused else 0
+        pieces.setdefault(name.replace(part, fused) if fused else name, {})[order] = tensor
+    return {name: torch.cat([group[i] for i in sorted(group)]) for name, group in pieces.items()}
+
+
+def exported_config(spec, target, architecture, dtype, feature_dtype):
+    """config.json of the exported form.
+
+    `architecture` is the class that engines look up, `dtype` the type of the weights and `feature_dtype` that of the features they were
+    trained on, as names.
+    """
+    scaled = {} if target.embedding_scale == 1.0 else {"input_embedding_scale": target.embedding_scale}
+    capped = {} if target.logit_softcap is None else {"final_logit_softcapping": target.logit_softcap}
+    rope = {"rope_type": "default", **(spec.rope_scaling or {}), "rope_theta": spec.rope_theta}
+    return {
+        "architectures": [architecture],
+        "model_type": "qwen3",
+        "block_size": spec.block_size,
+        "dflash_config": {
+            "block_size": spec.block_size,
+            "mask_token_id": spec.mask_token_id,
+            "target_layer_ids": list(spec.taps),
+            "feature_dtype": feature_dtype,
+            **scaled,
+            **capped,
+        },
+        "num_target_layers": spec.target_layers,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_hidden_layers": spec.layers,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "head_dim": spec.head_dim,
+        "layer_types": list(spec.layer_types),
+        "max_window_layers": spec.layers,
+        "sliding_window": spec.window if SLIDING in spec.layer_types else None,
+        "use_sliding_window": SLIDING in spec.layer_types,
+        "max_position_embeddings": spec.max_position_embeddings,
+        "rope_theta": spec.rope_theta,
+        "rope_scaling": spec.rope_scaling,
+        "rope_parameters": rope,
+        "rms_norm_eps": spec.rms_norm_eps,
+        "hidden_act": "silu",
+        "attention_bias": spec.attention_bias,
+        "attention_dropout": 0.0,
+        "initializer_range": spec.initializer_range,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "vocab_size": spec.vocab_size,
+        "bos_token_id": spec.bos_token_id,
+        "eos_token_id": spec.eos_token_ids[0] if len(spec.eos_token_ids) == 1 else list(spec.eos_token_ids),
+        "dtype": dtype,
+    }
+
+
+def read_spec(folder, config, family, options):
+    """The DrafterSpec in an exported drafter's config.json, ours or another trainer's.
+
+    Raises: UserError if a field is missing or the drafter has a vocabulary of its own.
+    """
+    path = Path(folder) / "config.json"
+    inner, rope = (json_objects(path, config, key) for key in ("dflash_config", "rope_parameters"))
+    if config.get("draft_vocab_size", config.get("vocab_size")) != config.get("vocab_size"):
+        raise UserError(OWN_VOCABULARY.format(folder=folder, what="draft_vocab_size"))
+    number = functools.partial(_number, path)
+    try:
+        layers, depth = number(config, "num_hidden_layers"), number(config, "num_target_layers")
+        rope = rope or {"rope_theta": config["rope_theta"], **json_objects(path, config, "rope_scaling")}
+        scaling = {k: v for k, v in rope.items() if k != "rope_theta"}
+        eos = config.get("eos_token_id")
+        return DrafterSpec(
+            family=family,
+            options=options,
+            hidden_size=number(config, "hidden_size"),
+            intermediate_size=number(config, "intermediate_size"),
+            layers=layers,
+            heads=number(config, "num_attention_heads"),
+            kv_heads=number(config, "num_key_value_heads"),
+            head_dim=number(config, "head_dim"),
+            layer_types=tuple(config.get("layer_types") or [FULL] * layers),
+            window=config.get("sliding_window") and number(config, "sliding_window"),
+            block_size=number(inner if inner.get("block_size") else config, "block_size"),
+            mask_token_id=number(inner, "mask_token_id", least=0),
+            taps=tuple(inner.get("target_layer_ids") or auto_taps(layers, depth)),
+            target_layers=depth,
+            vocab_size=number(config, "vocab_size"),
+            rms_norm_eps=number(config, "rms_norm_eps", float),
+            rope_theta=number(rope, "rope_theta", float),
+            rope_scaling=None if rope_kind(scaling) == "default" else scaling,
+            max_position_embeddings=number(config, "max_position_embeddings"),
+            attention_bias=bool(config.get("attention_bias", False)),
+            initializer_range=config.get("initializer_range", 0.02),
+            bos_token_id=config.get("bos_token_id"),
+            eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+        )
+    except KeyError as missing:
+        raise UserError(f"{path} lacks {missing}: this is no exported block drafter") from None
+
+
+def read_feature_dtype(folder):
+    """Name of the features' type that an exported drafter was trained on; bfloat16 where it does not say."""
+    path = Path(folder) / "config.json"
+    name = json_objects(path, read_json(path), "dflash_config").get("feature_dtype", "bfloat16")
+    if name not in ("bfloat16", "float16", "float32"):
+        raise UserError(f"{path}: dflash_config.feature_dtype={name!r} must be bfloat16, float16 or float32")
+    return name
+
+
+def json_objects(path, config, key):
+    value = config.get(key) or {}
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: {key}={value!r} must be a JSON object")
+    return value
+
+
+def _number(path, config, key, kind=int, least=1):
+    """A number of a config: whole and at least `least`, or for `float` any above 0."""
+    value = config[key]
+    if isinstance(value, bool) or not isinstance(value, (int, kind)) or not (value > 0 if kind is float else value >= least):
+        raise UserError(f"{path}: {key}={value!r} must be a {'number above 0' if kind is float else f'whole number from {least}'}")
+    return kind(value)
+
+
+def exported_tensors(folder):
+    """{exported key: the name it has in the folder}, `model.` prefixes taken off, and the folder's Tensors.
+
+    Raises: UserError for a drafter with a vocabulary of its own. Copies of the target's embedding and head are left out with a warning.
+    """
+    tensors = Tensors(folder)
+    keys = {name.removeprefix("model."): name for name in tensors.names()}
+    if own := sorted({"d2t", "t2d"} & set(keys)):
+        raise UserError(OWN_VOCABULARY.format(folder=folder, what=", ".join(own)))
+    if copies := [k for k in keys if k in ("embed_tokens.weight", "lm_head.weight")]:
+        warnings.warn(f"{folder}: {', '.join(copies)} ignored, the target's own are used", stacklevel=2)
+    return {key: name for key, name in keys.items() if key not in copies}, tensors
+
+
+def write_exported(folder, config, parts, dtype, check):
+    """Write config.json and model.safetensors, whole or not at all.
+
+    `parts` are the tensors under their exported names, `dtype` the type they are written in; `check(folder)` returns what is wrong with
+    what was written. Raises: UserError if it finds anything.
+    """
+    folder = Path(folder)
+    temporary = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    written = {name: tensor.detach().to("cpu", dtype).contiguous().clone() for name, tensor in parts.items()}
+    save_file(written, temporary / "model.safetensors", metadata={"format": "pt"})
+    if errors := check(temporary):
+        raise UserError(f"the drafter cannot be exported to {folder}: {'; '.join(errors)}")
+    for path in (*temporary.iterdir(), temporary):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+    shutil.rmtree(folder, ignore_errors=True)
+    temporary.rename(folder)
+    return folder

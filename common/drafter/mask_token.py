@@ -1,0 +1,71 @@
+"""Which token fills the unknown slots of a block."""
+
+from pathlib import Path
+
+from common.errors import UserError
+from common.target.files import read_json
+
+# Published drafters' mask tokens, by target family: https://huggingface.co/collections/z-lab/dflash
+MASK_TOKENS = {
+    "qwen3": 151669, "qwen3_moe": 151669, "qwen3_5": 248070, "qwen3_5_text": 248070, "qwen3_5_moe": 248070,
+    "qwen3_5_moe_text": 248070, "gpt_oss": 200000, "minimax_m2": 200054,
+}  # fmt: skip
+
+
+def mask_token(wanted, target, folder, used_ids=()):
+    """The id of the token that fills unknown slots: `wanted` is an id, a token's text or `auto`.
+
+    Raises: UserError for a token that has a meaning already, is no row of the embedding, or cannot be found.
+    """
+    used, added, tokens = {int(i) for i in used_ids}, *_tokenizer_tokens(folder)
+    pads = _pads(folder, added)
+
+    def objection(token):
+        if token in pads:
+            return "is the tokenizer's padding"
+        return mask_objection(token, target) or ("occurs in the data" if token in used else None)
+
+    if wanted == "auto":
+        reserved = [added[t] for word in ("mask", "reserved", "unused") for t in sorted(added) if word in t.lower()]
+        candidates = [MASK_TOKENS.get(target.model_type, -1), *range(tokens, target.vocab_size), *reserved]
+        free = next((t for t in candidates if objection(t) is None), None)
+        if free is None:
+            raise UserError(
+                "drafter.mask_token=auto finds no unused row of the target's embedding; name a token: drafter.mask_token=<id or text>"
+            )
+        return free
+    if isinstance(wanted, str) and wanted not in added:
+        raise UserError(
+            f"drafter.mask_token={wanted!r} is not an added token of the target's tokenizer; use an id, or one of {sorted(added)[:8]}"
+        )
+    token = added[wanted] if isinstance(wanted, str) else wanted
+    if (reason := objection(token)) is not None:
+        raise UserError(f"drafter.mask_token={wanted} {reason}; use an unused id or drafter.mask_token=auto")
+    return token
+
+
+def mask_objection(token, target):
+    """Why a token cannot be the mask token of a target's drafter, or None."""
+    if not 0 <= token < target.vocab_size:
+        return f"is no row of the target's embedding (0..{target.vocab_size - 1})"
+    taken = {"the end of a text": target.eos_token_ids, "the start of a text": (target.bos_token_id,), "padding": (target.pad_token_id,)}
+    meaning = next((m for m, ids in taken.items() if token in ids), None)
+    return meaning and f"is the target's token for {meaning}"
+
+
+def _tokenizer_tokens(folder):
+    """({text: id} of the added tokens, number of ids the tokenizer can produce), out of tokenizer.json."""
+    file = Path(folder) / "tokenizer.json"
+    if not file.is_file():
+        return {}, 1 << 60
+    tree = read_json(file)
+    added = {t["content"]: t["id"] for t in tree.get("added_tokens", [])}
+    vocabulary = tree.get("model", {}).get("vocab", {})
+    plain = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+    return added, 1 + max([*plain, *added.values()], default=-1)
+
+
+def _pads(folder, added):
+    file = Path(folder) / "tokenizer_config.json"
+    pad = read_json(file).get("pad_token") if file.is_file() else None
+    return {added.get(pad.get("content") if isinstance(pad, dict) else pad)} - {None}

@@ -1,0 +1,120 @@
+"""What a drafter is: every number of it, in one frozen dataclass, and the rules that tie it to its target."""
+
+import itertools
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+from common.drafter.mask_token import mask_token
+from common.drafter.rope import ROPE_KINDS, rope_kind
+from common.errors import UserError
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True)
+class DrafterSpec:
+    """Everything that an exported drafter's config.json says.
+
+    `taps` are target layers, `target_layers` the target's depth, `options` the settings that only its family has (a frozen dataclass).
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    layer_types: tuple
+    window: int | None
+    block_size: int
+    mask_token_id: int
+    taps: tuple
+    target_layers: int
+    vocab_size: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: dict | None
+    max_position_embeddings: int
+    attention_bias: bool
+    initializer_range: float
+    bos_token_id: int | None
+    eos_token_ids: tuple
+    family: str = "dflash"
+    options: Any = None
+
+    @classmethod
+    def resolve(cls, config, target, folder, used_ids=()):
+        """The drafter that a `drafter` config section describes for a target (TargetSpec) whose files lie in `folder`.
+
+        `used_ids` are token ids that occur in the data; the mask token must not be one of them.
+        Raises: UserError for taps, mask tokens or dimensions that do not fit the target.
+        """
+        taps = auto_taps(config.layers, target.layers) if config.taps == "auto" else tuple(config.taps)
+        kv_heads = config.kv_heads or (target.kv_heads if config.heads is None else config.heads)
+        spec = cls(
+            family=config.family,
+            options=config.options,
+            hidden_size=target.hidden_size,
+            intermediate_size=config.intermediate_size or target.intermediate_size,
+            layers=config.layers,
+            heads=config.heads or target.heads,
+            kv_heads=kv_heads,
+            head_dim=config.head_dim or target.head_dim,
+            layer_types=tuple(config.layer_types or [FULL] * config.layers),
+            window=config.window,
+            block_size=config.block_size,
+            mask_token_id=mask_token(config.mask_token, target, folder, used_ids),
+            taps=taps,
+            target_layers=target.layers,
+            vocab_size=target.vocab_size,
+            rms_norm_eps=target.rms_norm_eps,
+            rope_theta=target.rope_theta,
+            rope_scaling=target.rope_scaling,
+            max_position_embeddings=target.max_position_embeddings,
+            attention_bias=False,
+            initializer_range=target.initializer_range,
+            bos_token_id=target.bos_token_id,
+            eos_token_ids=target.eos_token_ids,
+        )
+        spec.validate(target)
+        return spec
+
+    def validate(self, target):
+        """Refuse what cannot be trained or served with this target.
+
+        Raises: UserError.
+        """
+        if (self.hidden_size, self.target_layers, self.vocab_size) != (target.hidden_size, target.layers, target.vocab_size):
+            raise UserError(
+                f"the drafter was made for another target: (hidden size, layers, vocabulary) = "
+                f"{(self.hidden_size, self.target_layers, self.vocab_size)}, the target has "
+                f"{(target.hidden_size, target.layers, target.vocab_size)}; use the target it was trained with"
+            )
+        wrong = [t for t in self.taps if not 0 <= t < target.layers]
+        if wrong or any(b <= a for a, b in itertools.pairwise(self.taps)) or not self.taps:
+            raise UserError(
+                f"drafter.taps={list(self.taps)} must be strictly increasing target layers in 0..{target.layers - 1}; write e.g. "
+                f"drafter.taps=[{max(0, target.layers // 2 - 1)}] or other layers, fewer for a shallow target"
+            )
+        if target.layers - 1 in self.taps:
+            warnings.warn(f"tap {target.layers - 1} is the target's last layer: some engines cannot serve it", stacklevel=2)
+        if self.heads % self.kv_heads or self.head_dim % 2:
+            raise UserError(
+                f"drafter.heads={self.heads} must be a multiple of drafter.kv_heads={self.kv_heads}, and drafter.head_dim="
+                f"{self.head_dim} even"
+            )
+        if SLIDING in self.layer_types and (self.window or 0) < self.block_size:
+            raise UserError(f"drafter.window={self.window} is shorter than a block of {self.block_size}; use at least {self.block_size}")
+        if rope_kind(self.rope_scaling) not in ROPE_KINDS:
+            raise UserError(
+                f"rope scaling {rope_kind(self.rope_scaling)!r} is not supported by the drafter; known: {', '.join(ROPE_KINDS)}"
+            )
+
+
+def auto_taps(taps, layers):
+    """The DFlash spread of `taps` tapped layers over a target's depth."""
+    spread = (layers // 2,) if taps == 1 else tuple(round(1 + i * (layers - 4) / (taps - 1)) for i in range(taps))
+    if any(b <= a for a, b in itertools.pairwise(spread)):
+        raise UserError(f"drafter.taps=auto: {layers} target layers are too few for {taps} taps; name them, e.g. drafter.taps=[0,1]")
+    return spread

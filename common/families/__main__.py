@@ -1,0 +1,24 @@
+"""`python -m common.families check DRAFTER --target TARGET`: is this exported drafter ready for the engines?"""
+
+import argparse
+
+from common.cli import run_script
+from common.errors import UserError
+from common.families.registry import check
+from common.target.files import read_spec, resolve
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m common.families", description=__doc__)
+    check_parser = parser.add_subparsers(required=True).add_parser("check", help="look at an exported drafter as its loaders would")
+    check_parser.add_argument("drafter", help="folder with config.json and model.safetensors")
+    check_parser.add_argument("--target", required=True, help="the target's folder or hub id")
+    asked = parser.parse_args(arguments)
+    report = check(asked.drafter, read_spec(resolve(asked.target)))
+    print("\n".join(report.lines()))
+    if report.errors:
+        raise UserError(f"{asked.drafter}: {len(report.errors)} errors; export it again or mend its config.json")
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,54 @@
+"""DFlash: every slot is proposed by itself, all at once.
+
+Legend: A anchors, J predicted slots, D hidden, k candidates of a slot.
+Source: DFlash, arXiv 2602.06036, code z-lab/dflash.
+"""
+
+import torch
+
+from common.config import ObjectiveConfig
+from common.drafter.backbone import Drafter
+from common.families.family import DrafterFamily, Proposer
+from common.objective.acceptance import Children
+from common.objective.block_loss import Result, base_loss
+from common.objective.blocks import Blocks
+from common.objective.head import best_tokens
+from common.target.vocabulary import Vocabulary
+
+
+class IndependentSlots(Proposer):
+    """A slot's tokens do not depend on the slots before it: the best by the shared head."""
+
+    def __init__(self, vocabulary: Vocabulary):
+        self.vocabulary = vocabulary
+
+    def chain(self, hidden_AJD: torch.Tensor, anchors_A: torch.Tensor) -> torch.Tensor:
+        return best_tokens(hidden_AJD, self.vocabulary, 1)[1][..., 0]
+
+    def children(self, hidden_AJD: torch.Tensor, anchors_A: torch.Tensor, width: int) -> list[Children]:
+        logprobs_AJk, tokens_AJk = best_tokens(hidden_AJD, self.vocabulary, width)
+        slots = zip(tokens_AJk.tolist(), logprobs_AJk.tolist(), strict=True)
+        return [self._children(tokens, logprobs) for tokens, logprobs in slots]
+
+    @staticmethod
+    def _children(tokens_Jk: list[list[int]], logprobs_Jk: list[list[float]]) -> Children:
+        return lambda depth, parent: (tokens_Jk[depth], logprobs_Jk[depth])
+
+
+class DFlash(DrafterFamily):
+    name = "dflash"
+    architecture = "DFlashDraftModel"
+
+    def loss(
+        self,
+        drafter: Drafter,
+        hidden_AJD: torch.Tensor,
+        vocabulary: Vocabulary,
+        blocks: Blocks,
+        config: ObjectiveConfig,
+        final_hidden_TD: torch.Tensor | None,
+    ) -> Result:
+        return base_loss(hidden_AJD, vocabulary, blocks, config, final_hidden_TD)
+
+    def proposer(self, drafter: Drafter, vocabulary: Vocabulary) -> Proposer:
+        return IndependentSlots(vocabulary)

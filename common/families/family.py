@@ -1,0 +1,126 @@
+"""What a drafter family is, and what all families have in common.
+
+A family is one file beside this one. It may add modules to the backbone, terms to the loss, a way of proposing tokens, keys to the
+exported form and settings to the `drafter` section; whatever it leaves alone is plain DFlash.
+
+Legend: A anchors, K block slots, J = K - 1 predicted slots, D hidden, T tokens of a row.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from common.config import ObjectiveConfig
+from common.drafter.backbone import Drafter
+from common.drafter.check import Report, config_errors, engine_notes, shape_errors
+from common.drafter.export import exported_config, exported_tensors, fuse, read_spec, split, write_exported
+from common.drafter.spec import DrafterSpec
+from common.errors import UserError
+from common.objective.acceptance import Children
+from common.objective.block_loss import Result
+from common.objective.blocks import Blocks
+from common.target.files import TargetSpec, read_json
+from common.target.vocabulary import Vocabulary
+
+
+class Proposer:
+    """Chooses a block's tokens from the hidden states of its slots. Chains, trees and the replay of held-out conversations all go
+    through it, so that what is measured while training is what will be served.
+
+    Shapes: hidden_AJD [A, J, D], the predicted slots behind the drafter's last norm; anchors_A int64 [A], the tokens before them.
+    """
+
+    def chain(self, hidden_AJD: torch.Tensor, anchors_A: torch.Tensor) -> torch.Tensor:
+        """The greedy proposal of every block: int64 [A, J]."""
+        raise NotImplementedError
+
+    def children(self, hidden_AJD: torch.Tensor, anchors_A: torch.Tensor, width: int) -> list[Children]:
+        """For every block a function from a tree's node to the `width` best tokens that may follow it."""
+        raise NotImplementedError
+
+
+class DrafterFamily:
+    """Plain DFlash in everything that a family does not override. `options` is the dataclass of settings that only this family has."""
+
+    name: str
+    architecture: str
+    options: type | None = None
+
+    def modules(self, spec: DrafterSpec, **kind: Any) -> dict[str, nn.Module]:
+        """Modules beside the backbone's, by the name under which their tensors are trained and exported; `kind` is dtype and device."""
+        return {}
+
+    def loss(
+        self,
+        drafter: Drafter,
+        hidden_AJD: torch.Tensor,
+        vocabulary: Vocabulary,
+        blocks: Blocks,
+        config: ObjectiveConfig,
+        final_hidden_TD: torch.Tensor | None,
+    ) -> Result:
+        """The loss of all blocks of a packet, and how well the family's own proposals do."""
+        raise NotImplementedError
+
+    def proposer(self, drafter: Drafter, vocabulary: Vocabulary) -> Proposer:
+        raise NotImplementedError
+
+    def export_config(self, spec: DrafterSpec, target: TargetSpec, dtype: str, feature_dtype: str) -> dict[str, Any]:
+        """config.json of the exported form."""
+        return exported_config(spec, target, self.architecture, dtype, feature_dtype)
+
+    def read_options(self, config: Mapping[str, Any]) -> Any:
+        """The family's own settings out of an exported config.json: an instance of `options`."""
+        return None
+
+    def build(self, spec: DrafterSpec, dtype: torch.dtype, device: torch.device | str, checkpointing: bool = False) -> Drafter:
+        """The drafter with all its modules, weights not yet set."""
+        drafter = Drafter(spec, dtype, device, checkpointing)
+        for name, module in self.modules(spec, dtype=dtype, device=device).items():
+            drafter.add_module(name, module)
+        return drafter
+
+    def exported_shapes(self, spec: DrafterSpec) -> dict[str, tuple[int, ...]]:
+        """{key: shape} of the exported form: the exact key set that the engines' loaders expect."""
+        parts = split(spec, self.build(spec, torch.bfloat16, "meta").state_dict())
+        return {name: tuple(tensor.shape) for name, tensor in parts.items()}
+
+    def load(self, folder: str | Path) -> tuple[DrafterSpec, dict[str, torch.Tensor]]:
+        """Spec and state dict of an exported drafter of this family, ours or another trainer's.
+
+        Raises: UserError if it has a vocabulary of its own, or tensors other than the exported form's.
+        """
+        spec = self._read_spec(folder)
+        names, tensors = exported_tensors(folder)
+        found = {key: tensors.shape(name) for key, name in names.items()}
+        if errors := shape_errors(self.exported_shapes(spec), found):
+            raise UserError(f"{folder} does not hold a drafter of its config.json: {'; '.join(errors[:4])}")
+        return spec, fuse(spec, {key: tensors.load(name) for key, name in names.items()})
+
+    def check(self, folder: str | Path, target: TargetSpec) -> Report:
+        """Look at an exported drafter as the engines that would load it for this target do.
+
+        Raises: UserError only if the folder is no drafter at all.
+        """
+        config, spec = read_json(Path(folder) / "config.json"), self._read_spec(folder)
+        names, tensors = exported_tensors(folder)
+        errors = shape_errors(self.exported_shapes(spec), {name: tensors.shape(name) for name in names.values()})
+        return Report(errors + config_errors(config, spec, target, self.architecture), engine_notes(config, spec, target))
+
+    def export(
+        self, folder: str | Path, tensors: Mapping[str, torch.Tensor], spec: DrafterSpec, target: TargetSpec, dtype: str, feature_dtype: str
+    ) -> Path:
+        """Write the exported form of a drafter's tensors ({parameter name: tensor}), checked, whole or not at all.
+
+        `target` is the target it must serve; `dtype` the weights' and `feature_dtype` the features' type, as names.
+        Raises: UserError if what would be written is not loader-ready.
+        """
+        config, parts = self.export_config(spec, target, dtype, feature_dtype), split(spec, tensors)
+        return write_exported(folder, config, parts, getattr(torch, dtype), lambda written: self.check(written, target).errors)
+
+    def _read_spec(self, folder: str | Path) -> DrafterSpec:
+        config = read_json(Path(folder) / "config.json")
+        return read_spec(folder, config, self.name, self.read_options(config))

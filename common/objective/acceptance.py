@@ -1,0 +1,102 @@
+"""How far a drafter's proposals agree with what was written: greedy speculative decoding replayed over a row, by chain and by tree.
+
+Legend: J predicted slots, N anchors of a whole row.
+Source: draft trees as a best-first heap over prefixes (DDTree, liranringel/ddtree).
+"""
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from common.data.rows import Row
+from common.objective.blocks import candidates
+
+Children = Callable[[int, int], tuple[Sequence[int], Sequence[float]]]
+"""(depth of a node from 0, the root; the node's token) -> the tokens that may follow it and their log-probabilities, best first."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What a drafter proposes at every anchor of a row, in order, beside what was written there.
+
+    Shapes: accepted_N int64, how many tokens of each chain would be accepted; tokens_N int64, the anchors' own tokens; labels_NJ int64, -1
+    where a slot has no label; children: of each anchor's tree.
+    """
+
+    accepted_N: np.ndarray
+    tokens_N: np.ndarray
+    labels_NJ: np.ndarray
+    children: list[Children]
+
+    def chain(self, row: Row) -> tuple[np.ndarray, np.ndarray]:
+        """(emitted tokens, verifications), int64 per document of the row, of chain decoding."""
+        return replay(lambda n: int(self.accepted_N[n]), row)
+
+    def tree(self, row: Row, budget: int) -> tuple[np.ndarray, np.ndarray]:
+        """The same where each verification checks a tree of `budget` nodes."""
+        return replay(lambda n: tree_accepted(self.children[n], int(self.tokens_N[n]), self.labels_NJ[n].tolist(), budget), row)
+
+
+def replay(accepted: Callable[[int], int], row: Row) -> tuple[np.ndarray, np.ndarray]:
+    """Greedy speculative decoding replayed: from each assistant turn's first token, jump by accepted + 1 to the turn's end.
+
+    `accepted` takes an anchor's number among the row's candidates. Returns (emitted, verifications), int64 per document of the row.
+    The turn's first token is the prefill's and is not counted; a turn of one token costs no verification.
+    """
+    number = {at: n for n, at in enumerate(candidates(row).tolist())}
+    emitted, verifications = np.zeros(row.documents, np.int64), np.zeros(row.documents, np.int64)
+    for document, (first, stop) in enumerate(row.spans()):
+        edges = np.flatnonzero(np.diff(row.loss_mask[first:stop] != 0, prepend=False, append=False)) + first
+        for at, end in edges.reshape(-1, 2).tolist():
+            while at < end - 1:
+                jump = min(accepted(number[at]) + 1, end - 1 - at)
+                emitted[document] += jump
+                verifications[document] += 1
+                at += jump
+    return emitted, verifications
+
+
+def best_prefixes(children: Children, root: int, slots: int) -> Iterator[tuple[int, int, int]]:
+    """Yield prefixes from the likeliest down, under the product of their tokens' probabilities, as (parent, depth, token).
+
+    `parent` is an earlier prefix's number or -1 (the root, whose token is `root`), `depth` counts from 1. A yielded prefix offers its next
+    sibling and its first child, so none is missed. Earlier offers win ties: the order is the same on every machine.
+    """
+    heap: list[tuple[float, int, int, int, int, tuple[Sequence[int], Sequence[float]]]] = []
+    offered = 0
+
+    def offer(cost: float, parent: int, depth: int, rank: int, siblings: tuple[Sequence[int], Sequence[float]]) -> None:
+        nonlocal offered
+        if rank < len(siblings[0]):
+            heapq.heappush(heap, (cost - siblings[1][rank], offered, parent, depth, rank, siblings))
+            offered += 1
+
+    offer(0.0, -1, 1, 0, children(0, root))
+    for number in itertools.count():
+        if not heap:
+            return
+        cost, _, parent, depth, rank, siblings = heapq.heappop(heap)
+        tokens, logprobs = siblings
+        yield parent, depth, tokens[rank]
+        offer(cost + logprobs[rank], parent, depth, rank + 1, siblings)
+        if depth < slots:
+            offer(cost, number, depth + 1, 0, children(depth, tokens[rank]))
+
+
+def build_tree(children: Children, root: int, slots: int, budget: int) -> list[tuple[int, int, int]]:
+    """The `budget` likeliest prefixes as a list of (parent, depth, token), parents first; see `best_prefixes`."""
+    return list(itertools.islice(best_prefixes(children, root, slots), budget))
+
+
+def tree_accepted(children: Children, root: int, labels_J: Sequence[int], budget: int) -> int:
+    """Length of the labels' longest prefix that is in the tree of `budget` nodes below the token `root`."""
+    tip, tip_token, accepted = -1, root, 0
+    for number, (parent, _, token) in enumerate(itertools.islice(best_prefixes(children, root, len(labels_J)), budget)):
+        if accepted == len(labels_J) or labels_J[accepted] not in children(accepted, tip_token)[0]:
+            break
+        if parent == tip and token == labels_J[accepted]:
+            tip, tip_token, accepted = number, token, accepted + 1
+    return accepted

@@ -1,0 +1,119 @@
+"""Anchors, and the blocks of slots behind them. Pure functions on the host.
+
+An anchor is a supervised token whose successor is supervised too; its block holds the anchor's token and K - 1 masked slots, and
+slot k predicts the k-th token after the anchor. A slot counts while the labels up to it lie unbroken in one supervised document.
+
+Legend: T tokens of the row, A anchors, K block slots.
+Source: block drafting DFlash, arXiv 2602.06036.
+"""
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+
+from common.data.rows import Row
+from common.drafter import attention
+
+GAMMA = {8: 4.0, 10: 5.0, 16: 7.0}
+"""Decay length by block size, as DFlash trained them."""
+
+
+def default_anchors(pack_tokens, block_size):
+    """One anchor per six tokens, rounded up so that blocks fill tiles of 128 queries."""
+    tile = 128 // block_size if 128 % block_size == 0 else 1
+    return -(-pack_tokens // (6 * tile)) * tile
+
+
+def candidates(row):
+    """Row indices of all possible anchors: supervised, and followed by a supervised token of the same document."""
+    supervised = row.loss_mask.astype(bool)
+    return np.flatnonzero(supervised[:-1] & supervised[1:] & (row.document_start[:-1] == row.document_start[1:]))
+
+
+def draw_anchors(row, anchors, seed, number):
+    """Draw up to `anchors` candidates without replacement, by a generator of (seed, packet number) alone.
+
+    Shapes: -> (anchor int32 [A] sorted, keep bool [A]); empty slots come last.
+    """
+    found = candidates(row)
+    if len(found) > anchors:
+        found = np.sort(np.random.default_rng((seed, number)).choice(found, anchors, replace=False))
+    return _padded(found, anchors, len(row.tokens))
+
+
+def every_anchor(row, anchors):
+    """All candidates of a row in order, as a list of (anchor, keep) of `anchors` slots each; empty if the row has none."""
+    found = candidates(row)
+    return [_padded(found[start : start + anchors], anchors, len(row.tokens)) for start in range(0, len(found), anchors)]
+
+
+def _padded(found, anchors, row_tokens):
+    anchor_A = np.full(anchors, row_tokens - 1, np.int32)
+    anchor_A[: len(found)] = found
+    return anchor_A, np.arange(anchors) < len(found)
+
+
+@dataclass
+class Blocks:
+    """A packet's blocks, on the host or on a device.
+
+    Shapes: anchor_A (row index), lo_A (first row index of the anchor's document) int32, keep_A bool; tokens_U (U = A + 1: the
+    anchors' tokens, then the mask token, which every slot but the first holds) and labels_AK int64; positions_AK and context_positions_T
+    int32 (index in the document); valid_AK bool (slot 0 False); weights_AK float32 (decay where valid). `mask` says which keys the slots
+    see.
+    """
+
+    anchor_A: torch.Tensor
+    lo_A: torch.Tensor
+    keep_A: torch.Tensor
+    tokens_U: torch.Tensor
+    positions_AK: torch.Tensor
+    context_positions_T: torch.Tensor
+    labels_AK: torch.Tensor
+    valid_AK: torch.Tensor
+    weights_AK: torch.Tensor
+    mask: attention.PacketMask
+
+    def to(self, device):
+        """The same blocks on a device; to CUDA from pinned memory and without waiting."""
+        moved = {f.name: getattr(self, f.name) for f in fields(self)}
+        if torch.device(device).type == "cuda":
+            moved = {name: value.pin_memory() for name, value in moved.items()}
+        return Blocks(**{name: value.to(device, non_blocking=True) for name, value in moved.items()})
+
+
+def build_blocks(
+    row: Row,
+    anchor_A: np.ndarray,
+    keep_A: np.ndarray,
+    block_size: int,
+    mask_token_id: int,
+    gamma: float | None = None,
+    window: int | None = None,
+) -> Blocks:
+    """Build the blocks of a row's anchors on the host.
+
+    `gamma` None takes the block size's usual decay length; `window` is that of the drafter's sliding layers, if it has any.
+    """
+    T, slot_K = len(row.tokens), np.arange(block_size)
+    lo_A = np.where(keep_A, row.document_start[anchor_A], anchor_A).astype(np.int32)  # an empty slot has no context
+    index_AK = anchor_A[:, None] + slot_K
+    inside_AK = np.minimum(index_AK, T - 1)
+    counts_AK = (index_AK < T) & (row.document_start[inside_AK] == lo_A[:, None]) & (row.loss_mask[inside_AK] != 0) & keep_A[:, None]
+    valid_AK = np.logical_and.accumulate(counts_AK, axis=1)
+    valid_AK[:, 0] = False
+    gamma = gamma or np.interp(block_size, list(GAMMA), list(GAMMA.values()))
+    arrays = dict(
+        anchor_A=anchor_A,
+        lo_A=lo_A,
+        keep_A=keep_A,
+        tokens_U=np.append(row.tokens[anchor_A], mask_token_id).astype(np.int64),
+        positions_AK=(anchor_A - lo_A)[:, None] + slot_K.astype(np.int32),
+        context_positions_T=row.positions(),
+        labels_AK=np.where(valid_AK, row.tokens[inside_AK], 0).astype(np.int64),
+        valid_AK=valid_AK,
+        weights_AK=(valid_AK * np.exp(-(slot_K - 1) / gamma)).astype(np.float32),
+    )
+    mask = attention.packet_mask(attention.MaskSpec(T, len(anchor_A), block_size), anchor_A, lo_A, keep_A, window)
+    return Blocks(**{name: torch.from_numpy(array) for name, array in arrays.items()}, mask=mask)

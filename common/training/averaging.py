@@ -1,0 +1,44 @@
+"""What drafters exchange to stay one drafter: their weights every K steps (`average`), or their gradients at every step (`ddp`).
+
+Source: local SGD with plain averaging, the inner half of DiLoCo (arXiv 2311.08105); Adam's moments stay local.
+"""
+
+import torch
+
+CHUNK = 1 << 26  # elements averaged at a time: full link bandwidth, and no second copy of all weights
+
+
+class Averaging:
+    """Called once before every optimiser step with the gradients, once after it with the weights."""
+
+    def __init__(self, config, comm, optimizer, last_step):
+        self._ddp = config.mode == "ddp" and comm.size > 1
+        self._every = config.every if config.mode == "average" and comm.size > 1 else None
+        self._comm, self._optimizer, self._last_step = comm, optimizer, last_step
+
+    def gradients(self, weight_sum):
+        """Sum gradients and loss weights over the drafters where they are exchanged; returns the weight sum to divide by."""
+        if self._ddp:
+            self._comm.sum_(self._optimizer.gradients)
+            self._comm.sum_(weight_sum)
+        return weight_sum
+
+    def due(self, step):
+        """Whether drafters meet after this step: then, and only then, may they agree on anything else, such as a stop."""
+        return self._every is None or step % self._every == 0 or step == self._last_step
+
+    def weights(self, step):
+        """Average the fp32 masters if it is time; returns metrics.
+
+        `replica_distance` is the norm of this replica's difference from the mean just before, relative to the mean's norm.
+        """
+        if self._every is None or not self.due(step):
+            return {}
+        squares = torch.zeros(2, dtype=torch.float32, device=self._optimizer.masters.device)
+        for part in self._optimizer.masters.split(CHUNK):
+            mean = self._comm.mean_(part.clone())
+            squares += torch.stack([torch.dist(part, mean).square(), mean.norm().square()])
+            part.copy_(mean)
+        self._optimizer.update_weights()
+        distance = (squares[0] / squares[1].clamp(min=1e-30)).sqrt()
+        return {"replica_distance": (distance, torch.ones_like(distance))}
