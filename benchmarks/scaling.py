@@ -136,8 +136,8 @@ def make_plan(asked, drafters, folder):
     spec = read_spec(folder / "target")
     drafter = DrafterSpec.resolve(config.drafter, spec, folder / "target")
     store = TokenStore.open(folder / "store")
-    rows = RowLoader(store, pack_rows(store.lengths, T, None, "truncate", 0))
-    schedule = Schedule(len(rows), drafters, 1, 0, steps=steps)
+    rows = RowLoader(store, lambda epoch: pack_rows(store.lengths, T, None, "truncate", 0, epoch))
+    schedule = Schedule(rows.count, drafters, 1, steps=steps)
     packet = PacketShape(T, len(drafter.taps) * spec.hidden_size, getattr(torch, config.target.dtype))
     return shape, Plan(config, folder, spec, drafter, rows, None, schedule, packet, default_anchors(T, drafter.block_size))
 

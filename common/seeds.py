@@ -1,10 +1,11 @@
-"""Random generators that depend on what they are for and on nothing else."""
+"""Random generators: what is drawn depends on the seed and on what it is for, and on nothing else."""
+
+import hashlib
 
 import numpy as np
 
-STREAM_PACK, STREAM_ORDER = 1, 2  # what a seed is used for; zero would vanish in a SeedSequence
 
-
-def generator(*key):
-    """A numpy generator that depends on the integers of `key` and on nothing else."""
-    return np.random.default_rng(np.random.SeedSequence(key))
+def generator(purpose: str, *key: int) -> np.random.Generator:
+    """A numpy generator of its own for every purpose and key, e.g. `generator("anchors", seed, packet)`: no two share their numbers."""
+    name = "/".join([purpose, *map(str, key)])
+    return np.random.default_rng(int.from_bytes(hashlib.blake2b(name.encode(), digest_size=16).digest()))

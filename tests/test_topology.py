@@ -85,7 +85,7 @@ def test_counts_that_do_not_add_up_are_refused(ranks, targets, drafters):
 def test_both_sides_of_every_pair_expect_the_same_packets_in_the_same_order(targets, drafters):
     """Nobody negotiates: if the agendas of the two ends differ by one packet, both wait for ever."""
     contexts = layout(node("a", targets + drafters), drafters=drafters)
-    schedule = Schedule(3 * drafters + 1, drafters, 1, 0, steps=5, validation_rows=drafters + 1, validation_every=2)
+    schedule = Schedule(lambda epoch: 3 * drafters + 1, drafters, 1, steps=5, validation_rows=drafters + 1, validation_every=2)
     context = lambda member: WorkerContext(member.role, member.index, None, None, None, schedule, contexts, None)  # noqa: E731
     sent, taken = {}, {}
     for target in contexts.targets:
@@ -102,7 +102,7 @@ def test_both_sides_of_every_pair_expect_the_same_packets_in_the_same_order(targ
 def test_a_stop_is_answered_to_every_target_exactly_once(targets, drafters):
     """A target that hears nothing waits for ever; one that is asked twice is gone the second time."""
     contexts = layout(node("a", targets + drafters), drafters=drafters)
-    schedule = Schedule(50 * drafters, drafters, 1, 0, steps=40)
+    schedule = Schedule(lambda epoch: 50 * drafters, drafters, 1, steps=40)
     answered = []
     for drafter in contexts.drafters:
         answered += [

@@ -3,10 +3,16 @@
 Legend: T tokens of a row.
 """
 
+import functools
 import itertools
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+
+from common.data.packing import PackedRows
+from common.data.store import TokenStore
 
 EMPTY_ROW = -1  # the row index of a packet that only fills a round: weight 0
 
@@ -25,42 +31,49 @@ class Row:
     valid: int
     documents: int
 
-    def spans(self):
+    def spans(self) -> list[tuple[int, int]]:
         """(first, past-the-last) row index of each document, padding left out."""
         starts = np.flatnonzero(self.document_start[: self.valid] == np.arange(self.valid))
         return list(itertools.pairwise([*starts.tolist(), self.valid])) if self.valid else []
 
-    def positions(self):
+    def positions(self) -> np.ndarray:
         """int32 [T]: each token's index in its own document."""
         return np.arange(len(self.tokens), dtype=np.int32) - self.document_start
 
     @classmethod
-    def empty(cls, row_tokens):
+    def empty(cls, row_tokens: int) -> "Row":
         zeros = np.zeros(row_tokens, np.int32)
         return cls(zeros, zeros.copy(), np.zeros(row_tokens, np.uint8), valid=0, documents=0)
 
 
 class RowLoader:
-    """Reads packed rows from a store."""
+    """Reads packed rows from a store, packed anew for every epoch; every rank and thread that asks gets the same rows."""
 
-    def __init__(self, store, rows):
-        self.store, self.rows = store, rows
+    def __init__(self, store: TokenStore, pack: Callable[[int], PackedRows]):
+        self.store, self._pack = store, functools.lru_cache(2)(pack)
+        self._lock = threading.Lock()
 
-    def __len__(self):
-        return len(self.rows)
+    def packed(self, epoch: int = 0) -> PackedRows:
+        """Which documents share a row in this epoch."""
+        with self._lock:
+            return self._pack(epoch)
 
-    def documents_of(self, row):
-        return self.rows.documents_of(row) if row != EMPTY_ROW else np.empty(0, np.int64)
+    def count(self, epoch: int = 0) -> int:
+        """Rows of an epoch; their number differs a little from epoch to epoch."""
+        return len(self.packed(epoch))
 
-    def row(self, index):
+    def documents_of(self, epoch: int, row: int) -> np.ndarray:
+        return self.packed(epoch).documents_of(row) if row != EMPTY_ROW else np.empty(0, np.int64)
+
+    def row(self, epoch: int, index: int) -> Row:
         """The Row of this index; EMPTY_ROW gives one that is all padding."""
-        row, at = Row.empty(self.rows.pack_tokens), 0
-        for document in self.documents_of(index):
+        packed = self.packed(epoch)
+        row, end = Row.empty(packed.pack_tokens), 0
+        for document in self.documents_of(epoch, index):
             ids, mask = self.store.document(document)
-            end = at + min(len(ids), self.rows.limit)
-            row.tokens[at:end], row.loss_mask[at:end] = ids[: end - at], mask[: end - at]
-            row.document_start[at:end] = at
+            begin, end = end, end + min(len(ids), packed.limit)
+            row.tokens[begin:end], row.loss_mask[begin:end] = ids[: end - begin], mask[: end - begin]
+            row.document_start[begin:end] = begin
             row.documents += 1
-            at = end
-        row.document_start[at:] = row.valid = at
+        row.document_start[end:] = row.valid = end
         return row

@@ -14,6 +14,7 @@ import torch
 
 from common.data.rows import Row
 from common.drafter import attention
+from common.seeds import generator
 
 GAMMA = {8: 4.0, 10: 5.0, 16: 7.0}
 """Decay length by block size, as DFlash trained them."""
@@ -38,7 +39,7 @@ def draw_anchors(row, anchors, seed, number):
     """
     found = candidates(row)
     if len(found) > anchors:
-        found = np.sort(np.random.default_rng((seed, number)).choice(found, anchors, replace=False))
+        found = np.sort(generator("anchors", seed, number).choice(found, anchors, replace=False))
     return _padded(found, anchors, len(row.tokens))
 
 

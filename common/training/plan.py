@@ -42,12 +42,12 @@ class RunPlan:
     def load_row(self, assignment):
         """(epoch, row index, Row) of an assignment."""
         epoch, index = self.schedule.row_of(assignment)
-        return epoch, index, (self.rows if assignment.kind == TRAIN else self.heldout).row(index)
+        return epoch, index, (self.rows if assignment.kind == TRAIN else self.heldout).row(epoch, index)
 
     @property
     def row_documents(self):
-        """Most documents of any row."""
-        return max(int(np.diff(loader.rows.offsets).max()) for loader in (self.rows, self.heldout) if loader is not None)
+        """Most documents that any row may hold."""
+        return max(loader.packed().most_documents for loader in (self.rows, self.heldout) if loader is not None)
 
     @property
     def final_hidden(self):
@@ -63,7 +63,7 @@ class RunPlan:
         }
 
     def describe(self, layout):
-        rows, schedule, shape = self.rows.rows, self.schedule, self.shape
+        rows, schedule, shape = self.rows.packed(), self.schedule, self.shape
         lines = [
             f"target   {self.config.target.path}: {self.target.layers} layers of {self.target.hidden_size}, taps {list(self.drafter.taps)}",
             f"drafter  {self.drafter.layers} layers, blocks of {self.drafter.block_size}, {self.parameters() / 1e6:,.1f} M parameters, "
@@ -144,12 +144,11 @@ def make_plan(config, job):
         check_averaging(config, job.drafters, "validation.every")
     used_ids = np.concatenate([loader.store.used_ids for loader in (rows, heldout) if loader is not None])
     drafter = resolve_spec(config.drafter, target, folder, used_ids)
-    validation_rows = min(len(heldout), config.validation.rows or len(heldout)) if heldout else 0
+    validation_rows = min(heldout.count(), config.validation.rows or heldout.count()) if heldout else 0
     schedule = Schedule(
-        len(rows),
+        rows.count,
         job.drafters,
         config.optim.accumulate,
-        config.seed,
         config.optim.steps,
         config.optim.epochs,
         validation_rows,
@@ -173,4 +172,8 @@ def _open_rows(config, path, folder, target):
     store = TokenStore.open(path)
     store.check_target(folder, target.vocab_size)
     data = config.data
-    return RowLoader(store, pack_rows(store.lengths, data.pack_tokens, data.max_document_tokens, data.long_documents, config.seed))
+
+    def pack(epoch):
+        return pack_rows(store.lengths, data.pack_tokens, data.max_document_tokens, data.long_documents, config.seed, epoch)
+
+    return RowLoader(store, pack)
