@@ -153,7 +153,7 @@ class _Kernel:
         if _frozen:
             raise KernelError(
                 f"{self.title}: first call after the warm-up, with {_shapes((args, kwargs))}; "
-                "call it once, forward and backward, before kernels.freeze()"
+                "call it once, forward and backward, before compile_cache.freeze()"
             )
         with _compiling(self.title):
             try:

@@ -225,7 +225,7 @@ time.sleep(60)
 
 def test_a_second_job_is_refused_until_the_first_is_dead(tmp_path, monkeypatch):
     """Else two jobs write into one run; or a killed job locks its successor out."""
-    monkeypatch.setattr("common.checkpoint.LOCK_WAIT_S", 0.2)
+    monkeypatch.setattr("common.training.run_directory.LOCK_WAIT_S", 0.2)
     root = Path(__file__).resolve().parent.parent
     holder = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], stdout=subprocess.PIPE, text=True, cwd=root)
     assert holder.stdout.readline() == "mine\n"
@@ -240,7 +240,7 @@ def test_a_second_job_is_refused_until_the_first_is_dead(tmp_path, monkeypatch):
 
 def test_an_unshared_run_directory_is_refused(run, tmp_path, monkeypatch):
     """Else half the moments are written on another machine's disk, and found missing at the first resume."""
-    monkeypatch.setattr("common.checkpoint.PROBE_WAIT_S", 0.3)
+    monkeypatch.setattr("common.training.run_directory.PROBE_WAIT_S", 0.3)
     run.write_probe("token")
     RunDirectory(run.path).check_probe("token")
     with pytest.raises(UserError, match=r"shared.*log\.dir=DIR"):

@@ -358,7 +358,7 @@ def test_two_models_on_one_device_keep_apart():
     for model in models:
         model.forward = types.MethodType(lambda self, x: self.weight * x, model)
     results = [compile_cache.handle("model", model.forward, "cpu", backend="eager")(torch.ones(())) for model in models]
-    assert [r.assignment() for r in results] == [1.0, 2.0]
+    assert [r.item() for r in results] == [1.0, 2.0]
 
 
 def test_threads_compile_a_key_once():

@@ -103,7 +103,7 @@ def test_threads_run_for_three_hundred_steps(preset, tmp_path):
     assert len(solo(preset, tmp_path / "threads", *overrides, "validation.every=300", "checkpoint.every=300")) == 6 * 3 + 1
 
 
-def test_validation_walks_with_the_averaged_weights(preset, tmp_path, monkeypatch):
+def test_validation_runs_with_the_averaged_weights(preset, tmp_path, monkeypatch):
     """Else held-out tau, by which the best checkpoint is chosen, is that of replicas that nobody exports."""
     validate, seen = train_drafter.Trainer.validate, {}
 

@@ -113,7 +113,7 @@ def straight(tiny_preset, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "place",
+    "kill",
     [
         kill_in_accumulation,
         kill_in_step,
@@ -124,8 +124,8 @@ def straight(tiny_preset, tmp_path_factory):
         kill_before_the_first_checkpoint,
     ],
 )
-def test_a_killed_run_ends_like_the_uninterrupted_one(tiny_preset, straight, tmp_path, place):
-    killed(tiny_preset, tmp_path / "run", "optim.accumulate=2", sabotage=place)
+def test_a_killed_run_ends_like_the_uninterrupted_one(tiny_preset, straight, tmp_path, kill):
+    killed(tiny_preset, tmp_path / "run", "optim.accumulate=2", sabotage=kill)
     finish(tiny_preset, tmp_path / "run", "optim.accumulate=2")
     assert_equal_runs(straight, tmp_path / "run")
     hidden = [path.name for part in ("checkpoints", "export") for path in (tmp_path / "run" / part).glob(".*")]
@@ -133,8 +133,8 @@ def test_a_killed_run_ends_like_the_uninterrupted_one(tiny_preset, straight, tmp
 
 
 def test_two_kills_in_a_row(tiny_preset, straight, tmp_path):
-    for place in (kill_in_step, kill_before_the_first_checkpoint):
-        killed(tiny_preset, tmp_path / "run", "optim.accumulate=2", sabotage=place)
+    for kill in (kill_in_step, kill_before_the_first_checkpoint):
+        killed(tiny_preset, tmp_path / "run", "optim.accumulate=2", sabotage=kill)
     finish(tiny_preset, tmp_path / "run", "optim.accumulate=2")
     assert_equal_runs(straight, tmp_path / "run")
 
@@ -257,9 +257,9 @@ def kill_the_first_target(rank):
         kill_at_call(Target, "capture", 9, True, rank)
 
 
-@pytest.mark.parametrize("place", [kill_the_second_drafter, kill_the_first_target])
-def test_two_drafters_go_on_after_the_death_of_a_rank(tiny_preset, pair, tmp_path, place):
-    killed(tiny_preset, tmp_path / "run", *TWO_DRAFTERS, sabotage=place, ranks=4)
+@pytest.mark.parametrize("kill", [kill_the_second_drafter, kill_the_first_target])
+def test_two_drafters_go_on_after_the_death_of_a_rank(tiny_preset, pair, tmp_path, kill):
+    killed(tiny_preset, tmp_path / "run", *TWO_DRAFTERS, sabotage=kill, ranks=4)
     finish(tiny_preset, tmp_path / "run", *TWO_DRAFTERS, ranks=4)
     assert_equal_runs(pair, tmp_path / "run")
 

@@ -12,22 +12,22 @@ class Log:
     def __init__(self, run_directory, first_step, total_steps, tensorboard, config_text):
         self._path, self._total = run_directory.metrics, total_steps
         self._start = None
-        self._board = None
+        self._events = None
         self._broken = set()
         if tensorboard:
-            self._guard("TensorBoard", lambda: self._open_board(run_directory.tensorboard, first_step, config_text))
+            self._guard("TensorBoard", lambda: self._open_tensorboard(run_directory.tensorboard, first_step, config_text))
 
-    def _open_board(self, folder, first_step, config_text):
+    def _open_tensorboard(self, folder, first_step, config_text):
         from torch.utils.tensorboard import SummaryWriter
 
-        self._board = SummaryWriter(str(folder), purge_step=first_step)  # steps that are run again are not shown twice
-        self._board.add_text("config", "    " + config_text.replace("\n", "\n    "))
+        self._events = SummaryWriter(str(folder), purge_step=first_step)  # steps that are run again are not shown twice
+        self._events.add_text("config", "    " + config_text.replace("\n", "\n    "))
 
     def write(self, record):
         """One logged step: {"step": n, ...}; lists are per slot, from slot 1."""
         self._guard("metrics.jsonl", lambda: self._append(record))
-        if self._board is not None:
-            self._guard("TensorBoard", lambda: self._to_board(record))
+        if self._events is not None:
+            self._guard("TensorBoard", lambda: self._to_tensorboard(record))
         if "loss" in record:
             self._progress(record)
 
@@ -35,15 +35,15 @@ class Log:
         with open(self._path, "a") as file:
             file.write(json.dumps(record) + "\n")
 
-    def _to_board(self, record):
+    def _to_tensorboard(self, record):
         for name, value in record.items():
             if isinstance(value, list):
                 for slot, each in enumerate(value, start=1):
                     if each is not None:
-                        self._board.add_scalar(f"{name}/slot_{slot:02d}", each, record["step"])
+                        self._events.add_scalar(f"{name}/slot_{slot:02d}", each, record["step"])
             elif isinstance(value, (int, float)) and name != "step":
-                self._board.add_scalar(name, value, record["step"])
-        self._board.flush()
+                self._events.add_scalar(name, value, record["step"])
+        self._events.flush()
 
     def _guard(self, what, work):
         try:
@@ -70,8 +70,8 @@ class Log:
             print(line, flush=True)
 
     def close(self):
-        if self._board is not None:
-            self._guard("TensorBoard", self._board.close)
+        if self._events is not None:
+            self._guard("TensorBoard", self._events.close)
 
 
 def _number(value, digits):
