@@ -114,9 +114,21 @@ def test_resume_is_exact():
     for name, view in resumed.master_tensors().items():
         view.copy_(masters[name])
     resumed.load_state_tensors(saved)
-    resumed.update_weights()
+    resumed.copy_masters_to_weights()
     run(resumed, second, range(5, 10))
     assert all(torch.equal(a, b) for a, b in zip(everything(resumed), everything(uninterrupted), strict=True))
+
+
+def test_the_form_in_which_moments_are_saved():
+    """Else the checkpoints of earlier releases cannot be resumed. They hold matrices before vectors, and no count per group."""
+    model = network()
+    optimizer = Optimizer(model.named_parameters(), config(), steps=20)
+    run(optimizer, model, range(3))
+    optimizer.step(torch.tensor(math.nan))
+    state, size = optimizer.state_tensors(), sum(p.numel() for p in model.parameters())
+    assert {name: tuple(tensor.shape) for name, tensor in state.items()} == {"exp_avg": (size,), "exp_avg_sq": (size,), "counts": (3,)}
+    assert state["counts"].tolist() == [4, 3, 1] and state["counts"].dtype == torch.int64
+    assert list(optimizer.master_tensors()) == ["0.weight", "2.weight", "0.bias", "1.weight", "1.bias", "2.bias"]
 
 
 def test_a_resume_goes_on_counting_skipped_steps():

@@ -39,6 +39,6 @@ class Averaging:
             mean = self._comm.mean_(part.clone())
             squares += torch.stack([torch.dist(part, mean).square(), mean.norm().square()])
             part.copy_(mean)
-        self._optimizer.update_weights()
+        self._optimizer.copy_masters_to_weights()
         distance = (squares[0] / squares[1].clamp(min=1e-30)).sqrt()
         return {"replica_distance": (distance, torch.ones_like(distance))}

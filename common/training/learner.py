@@ -109,7 +109,7 @@ class Learner:
         own = self.optimizer.master_tensors()
         for name, tensor in own.items():
             tensor.copy_(masters[name])
-        self.optimizer.update_weights()
+        self.optimizer.copy_masters_to_weights()
         self.optimizer.load_state_tensors(state)
 
     def export(self, folder):

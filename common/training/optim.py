@@ -6,12 +6,26 @@ Legend: P all parameters' elements; matrices come first in the flat buffers, the
 """
 
 import math
+from collections.abc import Iterable, Mapping
 
 import torch
+from torch import Tensor, nn
+
+from common.config import OptimConfig
 
 EPSILON = 1e-8
 WSD_SHARE = 0.2
 """Share of all steps in which `wsd` falls to zero; arXiv 2405.18392 finds 10-20% enough."""
+
+
+class ScaledAdamW(torch.optim.AdamW):
+    """AdamW with the two attributes by which torch.amp.GradScaler drives its fused kernel, on the device and without a wait.
+
+    The kernel divides the gradients by `grad_scale` and leaves everything as it is where `found_inf` is 1.
+    """
+
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
 
 
 class Optimizer:
@@ -21,28 +35,49 @@ class Optimizer:
     masters, else views of one flat buffer in their own type. Build it before anything holds on to their old storage.
     """
 
-    def __init__(self, named_parameters, config, steps):
+    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimConfig, steps: int):
         named = [(name, p) for name, p in named_parameters if p.requires_grad]
         named.sort(key=lambda pair: pair[1].ndim < 2)
         self.config, self.steps, self.steps_done = config, steps, 0
         self.names, self.parameters = [n for n, _ in named], [p for _, p in named]
-        self.decaying = sum(p.numel() for p in self.parameters if p.ndim >= 2)
         (dtype,) = {p.dtype for p in self.parameters}
-        device = self.parameters[0].device
         self.compute = torch.cat([p.detach().flatten() for p in self.parameters])
         self.masters = self.compute if dtype == torch.float32 else self.compute.float()
         for parameter, view in zip(self.parameters, self._views(self.compute), strict=True):
             parameter.data = view
         self.gradients, self.exp_avg, self.exp_avg_sq = (torch.zeros_like(self.masters) for _ in range(3))
-        self.updates = torch.zeros((), device=device)  # steps not skipped: Adam's bias correction
-        self.skipped_in_a_row = torch.zeros((), device=device)
+        self.skipped_in_a_row = torch.zeros((), device=self.masters.device)
         self._empty = True
+        self._adamw = self._make_adamw()
 
-    def _views(self, flat):
+    def _make_adamw(self) -> ScaledAdamW:
+        """AdamW over the flat buffers: matrices decay, vectors do not. Its state is views of the buffers, its counts are on the device."""
+        matrices = sum(p.numel() for p in self.parameters if p.ndim >= 2)
+        spans = (slice(matrices), self.config.weight_decay), (slice(matrices, None), 0.0)
+        groups = [(span, decay) for span, decay in spans if len(self.masters[span])]
+        views = [self.masters[span] for span, _ in groups]
+        adamw = ScaledAdamW(
+            [{"params": [view], "weight_decay": decay} for view, (_, decay) in zip(views, groups, strict=True)],
+            betas=(self.config.betas[0], self.config.betas[1]),
+            eps=EPSILON,
+            fused=True,
+        )
+        for view, (span, _) in zip(views, groups, strict=True):
+            view.grad = self.gradients[span]
+            step = torch.zeros((), device=view.device)
+            adamw.state[view] = {"step": step, "exp_avg": self.exp_avg[span], "exp_avg_sq": self.exp_avg_sq[span]}
+        return adamw
+
+    @property
+    def updates(self) -> Tensor:
+        """Steps that changed the weights, behind Adam's bias correction: 0-d on the device."""
+        return next(iter(self._adamw.state.values()))["step"]
+
+    def _views(self, flat: Tensor) -> list[Tensor]:
         sizes = [p.numel() for p in self.parameters]
         return [part.view(p.shape) for part, p in zip(flat.split(sizes), self.parameters, strict=True)]
 
-    def accumulate(self):
+    def accumulate(self) -> None:
         """Move every parameter's gradient into the float32 buffer."""
         for parameter, sum_so_far in zip(self.parameters, self._views(self.gradients), strict=True):
             if parameter.grad is not None:
@@ -53,8 +88,8 @@ class Optimizer:
         self._empty = False
 
     @torch.no_grad()
-    def step(self, weight_sum):
-        """Divide the gradients' sum by weight_sum, clip, update, update_weights.
+    def step(self, weight_sum: Tensor) -> dict[str, Tensor]:
+        """Divide the gradients' sum by weight_sum, clip, and update masters and weights.
 
         A step that is not finite changes nothing and is reported as skipped; a step of weight 0 changes nothing and is no fault.
         Shapes: weight_sum 0-d on the device -> {grad_norm, skipped}, 0-d on the device.
@@ -67,62 +102,46 @@ class Optimizer:
         grad_norm = torch.linalg.vector_norm(self.gradients) / divisor
         skipped = ~(torch.isfinite(grad_norm) & torch.isfinite(weight_sum))
         unchanged = (skipped | (weight_sum <= 0)).float()
-        self.updates += 1 - unchanged
         self.skipped_in_a_row = (self.skipped_in_a_row + 1) * skipped
         if self.config.clip:
             divisor = divisor * (grad_norm / self.config.clip).clamp(min=1)
-        self._adamw(divisor, unchanged)
-        self.update_weights()
+        for group in self._adamw.param_groups:
+            group["lr"] = self.lr(self.steps_done)
+        self._adamw.grad_scale, self._adamw.found_inf = divisor, unchanged
+        self._adamw.step()
+        self.copy_masters_to_weights()
         return {"grad_norm": grad_norm, "skipped": skipped}
 
-    def _adamw(self, divisor, unchanged):
-        cut, total = self.decaying, len(self.masters)
-        decay = self.config.weight_decay
-        for span, weight_decay in [(slice(cut), decay), (slice(cut, total), 0.0)] if decay else [(slice(total), 0.0)]:
-            torch._fused_adamw_(
-                *([flat[span]] for flat in (self.masters, self.gradients, self.exp_avg, self.exp_avg_sq)),
-                [],
-                [self.updates],
-                lr=self.lr(self.steps_done),
-                beta1=self.config.betas[0],
-                beta2=self.config.betas[1],
-                weight_decay=weight_decay,
-                eps=EPSILON,
-                amsgrad=False,
-                maximize=False,
-                grad_scale=divisor,
-                found_inf=unchanged,
-            )
-
-    def update_weights(self):
-        """Copy the masters to the compute weights."""
+    def copy_masters_to_weights(self) -> None:
+        """Round the masters to the weights that the forward pass uses; in float32 they are the same memory."""
         if self.compute is not self.masters:
             self.compute.copy_(self.masters)
 
-    def lr(self, step):
+    def lr(self, step: int) -> float:
         """Learning rate of a step, counted from 1."""
         return self.config.lr * schedule(self.config, self.steps, step)
 
-    def master_tensors(self):
+    def master_tensors(self) -> dict[str, Tensor]:
         """{parameter's name: float32 view of its master}."""
         return dict(zip(self.names, self._views(self.masters), strict=True))
 
-    def state_tensors(self):
+    def state_tensors(self) -> dict[str, Tensor]:
         """All that a resume needs besides the masters, taken between two steps."""
         counts = torch.tensor([self.steps_done, int(self.updates), int(self.skipped_in_a_row)])
         return {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq, "counts": counts}
 
-    def load_state_tensors(self, tensors):
-        """Take up what state_tensors gave; the masters are loaded through master_tensors and update_weights."""
+    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take up what state_tensors gave; the masters are loaded through master_tensors and copy_masters_to_weights."""
         self.exp_avg.copy_(tensors["exp_avg"])
         self.exp_avg_sq.copy_(tensors["exp_avg_sq"])
         self.steps_done, updates, skipped = tensors["counts"].tolist()
-        self.updates.fill_(updates)
+        for state in self._adamw.state.values():
+            state["step"].fill_(updates)
         self.skipped_in_a_row.fill_(skipped)
         self._empty = True
 
 
-def schedule(config, steps, step):
+def schedule(config: OptimConfig, steps: int, step: int) -> float:
     """Share of the peak learning rate at a step, counted from 1; it would reach zero one step after the last."""
     warmup = config.warmup * steps if config.warmup < 1 else config.warmup
     if step <= warmup:
