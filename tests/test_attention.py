@@ -101,8 +101,8 @@ def test_tile_lists_equal_the_predicate(window, block_size):
 
 
 def sparse_mask(spec, row, window):
-    plan = attention.packet_mask(spec, *row, window)
-    return attention.SparseMask(spec, plan, plan.full_tiles if window is None else plan.sliding_tiles, window)
+    packet = attention.packet_mask(spec, *row, window)
+    return attention.SparseMask(spec, packet, packet.full_tiles if window is None else packet.sliding_tiles, window)
 
 
 def draw_inputs(generator, spec, heads, groups, size, dtype=torch.float64, device="cpu"):
@@ -120,7 +120,7 @@ def test_flex_twin_equals_the_dense_one(window):
     spec = attention.MaskSpec(row_tokens=256, anchors=8, block_size=16)
     mask = sparse_mask(spec, random_row(generator, spec, anchors=7), window)
     inputs = draw_inputs(generator, spec, heads=4, groups=2, size=16)
-    expected = attention.attend(*inputs, attention.mask_of(spec, mask.plan, window))
+    expected = attention.attend(*inputs, attention.mask_of(spec, mask.packet, window))
     torch.testing.assert_close(attention.attend_flex(*inputs, mask), expected)
     out = torch.compile(attention.attend_flex, backend="eager", fullgraph=True)(*inputs, mask)
     torch.testing.assert_close(out, expected)
@@ -156,13 +156,14 @@ def test_kernels_equal_the_dense_twin(window, heads, groups, size, block_size, d
     generator = np.random.default_rng(heads)
     spec = attention.MaskSpec(row_tokens=640, anchors=512 // block_size, block_size=block_size)
     mask = sparse_mask(spec, random_row(generator, spec, anchors=spec.anchors - 5), window)
-    mask = mask._replace(plan=(plan := mask.plan.to("cuda")), tiles=plan.full_tiles if window is None else plan.sliding_tiles)
+    packet = mask.packet.to(torch.device("cuda"))
+    mask = mask._replace(packet=packet, tiles=packet.full_tiles if window is None else packet.sliding_tiles)
     query, context, block = draw_inputs(generator, spec, heads, groups, size, dtype, "cuda")
     leaves = [x.detach().requires_grad_() for x in (query, *context, *block)]
     truth = [x.detach().double().requires_grad_() for x in leaves]
     assert attention.attention_kernel.fits(query, context[0], block_size)
     out = attention.attend(leaves[0], leaves[1:3], leaves[3:], mask)
-    dense = attention.dense_mask(spec, *plan[:3], window)
+    dense = attention.dense_mask(spec, *packet[:3], window)
     expected = attention.attend(truth[0], truth[1:3], truth[3:], dense)
     gradient = torch.randn_like(out)
     got = out, *torch.autograd.grad(out, leaves, gradient)
@@ -182,16 +183,16 @@ def test_kernels_compile_into_the_drafters_forward():
 def opcheck_inputs():
     generator = np.random.default_rng(0)
     spec = attention.MaskSpec(row_tokens=256, anchors=8, block_size=16)
-    plan = attention.packet_mask(spec, *random_row(generator, spec, anchors=7)).to("cuda")
+    packet = attention.packet_mask(spec, *random_row(generator, spec, anchors=7)).to(torch.device("cuda"))
     query, context, block = draw_inputs(generator, spec, 4, 2, 64, torch.bfloat16, "cuda")
     tensors = [x.requires_grad_() for x in (query, *context, *block)]
-    return *tensors, *plan[:3], plan.full_tiles.key_ranges, 16, 0
+    return *tensors, *packet[:3], packet.full_tiles.key_ranges, 16, 0
 
 
 def test_rows_that_fill_no_tiles_run_on_the_dense_twin():
     spec = attention.MaskSpec(row_tokens=100, anchors=8, block_size=5)
-    plan = attention.packet_mask(spec, *random_row(np.random.default_rng(0), spec))
-    assert plan.full_tiles is None and attention.mask_of(spec, plan, None).dtype == torch.bool
+    packet = attention.packet_mask(spec, *random_row(np.random.default_rng(0), spec))
+    assert packet.full_tiles is None and attention.mask_of(spec, packet, None).dtype == torch.bool
 
 
 @pytest.mark.parametrize(

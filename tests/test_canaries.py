@@ -9,7 +9,7 @@ import test_drafter
 import test_objective
 import test_target
 import torch
-from test_train_equals_serve import build_thread, check_export, check_hidden, check_walk
+from test_train_equals_serve import build_thread, check_export, check_hidden, check_replay
 
 from common.drafter import attention
 from common.drafter.backbone import Drafter
@@ -79,7 +79,8 @@ def labels_shifted_by_one(plant):
         blocks.labels_AK = blocks.labels_AK.roll(-1, dims=1)
         return blocks
 
-    plant(learner, "build_blocks", planted)
+    for user in (learner, test_objective):
+        plant(user, "build_blocks", planted)
 
 
 def document_start_forgotten(plant):
@@ -88,13 +89,13 @@ def document_start_forgotten(plant):
 
 
 CAUGHT_BY = {
-    tap_index_off_by_one: ["hidden", "walk", "target's taps"],
-    mask_lets_the_anchor_in: ["hidden", "walk", "mask by hand", "cached decoding"],
+    tap_index_off_by_one: ["hidden", "replay", "target's taps"],
+    mask_lets_the_anchor_in: ["hidden", "replay", "mask by hand", "cached decoding"],
     positions_shifted_by_one: ["hidden"],
     context_not_normalised: ["export"],
     wrong_mask_id: ["hidden"],
     rotary_in_bfloat16: ["export", "rotary"],
-    labels_shifted_by_one: ["walk", "labels by hand"],
+    labels_shifted_by_one: ["replay", "labels by hand"],
     document_start_forgotten: ["hidden", "mask by hand"],
 }
 
@@ -103,7 +104,7 @@ CAUGHT_BY = {
 def checks(thread, tiny_target, tmp_path):
     return {
         "hidden": lambda: check_hidden(thread),
-        "walk": lambda: check_walk(thread),
+        "replay": lambda: check_replay(thread),
         "export": lambda: check_export(thread, tmp_path),
         "target's taps": lambda: test_target.test_a_tap_is_the_output_of_its_decoder_layer(tiny_target, 1),
         "mask by hand": lambda: test_attention.test_predicate_equals_the_mask_drawn_by_hand(None, test_attention.FULL),

@@ -12,10 +12,12 @@ from conftest import build_target
 from safetensors.torch import load_file, save_file
 
 from common.config import DrafterConfig
-from common.drafter import attention, backbone, check, export, rope, spec
+from common.drafter import attention, backbone, export, rope, spec
 from common.drafter.spec import FULL, SLIDING, DrafterSpec
 from common.errors import UserError
 from common.families import __main__
+from common.families.dflash import DFlash
+from common.families.registry import check, load_exported, resolve_spec
 from common.families.start import make_drafter
 from common.target.files import read_spec
 
@@ -32,7 +34,7 @@ QWEN3_8B = DrafterSpec(
 def tiny(target, seed=0, **changes):
     """A drafter for the tiny target, its normalisation weights perturbed so that no factor is one."""
     config = DrafterConfig(**SHAPE | changes)
-    model = make_drafter(config, DrafterSpec.resolve(config, read_spec(target), target), target, "cpu", seed)
+    model = make_drafter(config, resolve_spec(config, read_spec(target), target), target, "cpu", seed)
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -53,10 +55,10 @@ def run(model, embeddings, features, anchors, starts, offset=0):
     keep, rows = anchors >= 0, len(starts)
     anchor = np.where(keep, anchors, rows).astype(np.int32)
     lo = np.where(keep, starts[np.minimum(anchor, rows - 1)], rows).astype(np.int32)
-    plan = attention.packet_mask(attention.MaskSpec(rows, len(anchors), K), anchor, lo, keep, model.spec.window)
+    mask = attention.packet_mask(attention.MaskSpec(rows, len(anchors), K), anchor, lo, keep, model.spec.window)
     positions = torch.from_numpy(anchor - lo)[:, None] + torch.arange(K) + offset
     embeddings = embeddings[[*range(len(anchors)), -1]]
-    return model(embeddings, positions, features, torch.from_numpy(np.arange(rows, dtype=np.int32) - starts) + offset, plan)
+    return model(embeddings, positions, features, torch.from_numpy(np.arange(rows, dtype=np.int32) - starts) + offset, mask)
 
 
 STARTS = [0] * 10 + [10] * 14
@@ -198,7 +200,7 @@ def test_scaled_frequencies_equal_the_fields_own(scaling):
 
 
 def test_the_8b_drafter_has_the_published_keys_and_size():
-    shapes = export.exported_shapes(QWEN3_8B)
+    shapes = DFlash().exported_shapes(QWEN3_8B)
     assert len(shapes) == 58
     assert sum(np.prod(s) for s in shapes.values()) == 1_048_626_432
     parts = export.split(QWEN3_8B, backbone.Drafter(QWEN3_8B, torch.bfloat16, "meta").state_dict())
@@ -207,14 +209,14 @@ def test_the_8b_drafter_has_the_published_keys_and_size():
 
 
 def exported(model, target, folder):
-    return export.export(folder, model.state_dict(), model.spec, read_spec(target), "float32", "float32")
+    return DFlash().export(folder, model.state_dict(), model.spec, read_spec(target), "float32", "float32")
 
 
 def test_a_drafter_without_features_has_none_wherever_it_starts(tiny_target, tmp_path):
     """The ablation would train blind and be served with the features of the drafter it started from."""
     folder = exported(tiny(tiny_target), tiny_target, tmp_path / "export")
     config = DrafterConfig(**SHAPE, init=str(folder), zero_features=True)
-    model = make_drafter(config, DrafterSpec.resolve(config, read_spec(tiny_target), tiny_target), tiny_target, "cpu", 0)
+    model = make_drafter(config, resolve_spec(config, read_spec(tiny_target), tiny_target), tiny_target, "cpu", 0)
     assert not model.fc.weight.any() and model.norm.weight.any()
 
 
@@ -222,7 +224,7 @@ def test_a_drafter_without_features_has_none_wherever_it_starts(tiny_target, tmp
 def test_export_loads_back_bitwise(tiny_target, tmp_path, kind):
     """The file that is served must compute what was trained, to the last bit."""
     model = tiny(tiny_target, **kind)
-    spec, tensors = export.load_exported(exported(model, tiny_target, tmp_path / "export"))
+    spec, tensors = load_exported(exported(model, tiny_target, tmp_path / "export"))
     assert spec == dataclasses.replace(model.spec, window=model.spec.window if kind else None)
     twin = backbone.Drafter(spec, torch.float32, "cpu")
     twin.load_state_dict(tensors)
@@ -234,7 +236,7 @@ def test_an_export_replaces_the_old_one_whole(tiny_target, tmp_path):
     exported(tiny(tiny_target), tiny_target, tmp_path / "export")
     exported(tiny(tiny_target, seed=5), tiny_target, tmp_path / "export")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["export"]
-    assert torch.equal(export.load_exported(tmp_path / "export")[1]["fc.weight"], tiny(tiny_target, seed=5).fc.weight)
+    assert torch.equal(load_exported(tmp_path / "export")[1]["fc.weight"], tiny(tiny_target, seed=5).fc.weight)
 
 
 def test_exported_config_is_read_by_transformers(tiny_target, tmp_path):
@@ -259,22 +261,22 @@ def test_drafters_of_other_trainers_load(tiny_target, tmp_path):
     folder = exported(model, tiny_target, tmp_path / "export")
     tensors = {f"model.{k}": v for k, v in load_file(folder / "model.safetensors").items()}
     save_file(tensors, folder / "model.safetensors")
-    for place in ("top", "inside"):
-        edit(folder, lambda c, place=place: (c.pop("block_size", None), c["dflash_config"].pop("block_size", None)))
-        edit(folder, lambda c, place=place: (c if place == "top" else c["dflash_config"]).update(block_size=4))
+    for level in ("top", "inside"):
+        edit(folder, lambda c, level=level: (c.pop("block_size", None), c["dflash_config"].pop("block_size", None)))
+        edit(folder, lambda c, level=level: (c if level == "top" else c["dflash_config"]).update(block_size=4))
         edit(folder, lambda c: (c.pop("rope_parameters", None), c["dflash_config"].pop("feature_dtype", None)))
-        spec, loaded = export.load_exported(folder)
+        spec, loaded = load_exported(folder)
         assert spec == model.spec
         assert all(torch.equal(loaded[k], v) for k, v in model.state_dict().items())
     config = DrafterConfig(layers=1, block_size=8, dtype="float32", init=str(folder))
-    spec = DrafterSpec.resolve(config, read_spec(tiny_target), tiny_target)
+    spec = resolve_spec(config, read_spec(tiny_target), tiny_target)
     assert spec == dataclasses.replace(model.spec, block_size=8)
     assert torch.equal(make_drafter(config, spec, tiny_target, "cpu", 0).fc.weight, model.fc.weight)
 
 
 def test_init_from_the_targets_tapped_layers(tiny_target):
     config = DrafterConfig(**SHAPE, init="target_layers")
-    model = make_drafter(config, DrafterSpec.resolve(config, read_spec(tiny_target), tiny_target), tiny_target, "cpu", 0)
+    model = make_drafter(config, resolve_spec(config, read_spec(tiny_target), tiny_target), tiny_target, "cpu", 0)
     target, parts = load_file(tiny_target / "model.safetensors"), export.split(model.spec, model.state_dict())
     for layer, tap in enumerate(model.spec.taps):
         for name in ("self_attn.k_proj", "self_attn.q_norm", "mlp.up_proj", "input_layernorm"):
@@ -285,7 +287,7 @@ def test_init_from_the_targets_tapped_layers(tiny_target):
 def test_equal_seeds_start_equal_replicas(tiny_target):
     """Averaging assumes that all replicas start identical."""
     config = DrafterConfig(**SHAPE)
-    spec = DrafterSpec.resolve(config, read_spec(tiny_target), tiny_target)
+    spec = resolve_spec(config, read_spec(tiny_target), tiny_target)
     one, same, other = (make_drafter(config, spec, tiny_target, "cpu", seed).fc.weight for seed in (3, 3, 4))
     assert torch.equal(one, same) and not torch.equal(one, other)
 
@@ -296,7 +298,7 @@ def test_taps_spread_as_published():
 
 
 def resolve(target, used_ids=(), **changes):
-    return DrafterSpec.resolve(DrafterConfig(**SHAPE | changes), read_spec(target), target, used_ids)
+    return resolve_spec(DrafterConfig(**SHAPE | changes), read_spec(target), target, used_ids)
 
 
 @pytest.mark.parametrize(
@@ -323,7 +325,7 @@ def test_the_start_of_a_text_is_no_mask_token(tiny_target):
     """It begins every prompt of such a target: the drafter could not tell an unknown slot from a beginning."""
     target = dataclasses.replace(read_spec(tiny_target), bos_token_id=260)
     with pytest.raises(UserError, match="mask_token=260 is the target's token for the start of a text"):
-        DrafterSpec.resolve(DrafterConfig(**SHAPE, mask_token=260), target, tiny_target)
+        resolve_spec(DrafterConfig(**SHAPE, mask_token=260), target, tiny_target)
 
 
 def test_heads_alone_are_all_key_and_value_heads(tiny_target):
@@ -365,7 +367,7 @@ def test_files_that_are_no_drafter_are_refused(tiny_target, tmp_path):
         save_file(tensors, tmp_path / name / "model.safetensors")
         edit(tmp_path / name, change)
         with pytest.raises(UserError, match=words):
-            export.load_exported(tmp_path / name)
+            load_exported(tmp_path / name)
 
     refused("maps", "vocabulary of its own.*d2t", tensors | {"d2t": torch.zeros(3)})
     refused("small", "vocabulary of its own.*draft_vocab_size", change=lambda c: c.update(draft_vocab_size=100))
@@ -388,12 +390,12 @@ def test_a_config_of_wrong_types_is_refused_in_words(tiny_target, tmp_path, chan
     folder = exported(tiny(tiny_target), tiny_target, tmp_path / "export")
     edit(folder, lambda config: config.update(change))
     with pytest.raises(UserError, match=r"config\.json: \w+=.* must be a (JSON object|whole number|number)"):
-        check.check(folder, read_spec(tiny_target))
+        check(folder, read_spec(tiny_target))
 
 
 def broken(folder, config_change, inner_change, words, target):
     edit(folder, lambda c: (c.update(config_change), c["dflash_config"].update(inner_change)))
-    errors = check.check(folder, read_spec(target)).errors
+    errors = check(folder, read_spec(target)).errors
     assert any(words in error for error in errors), errors
 
 
@@ -415,7 +417,7 @@ def broken(folder, config_change, inner_change, words, target):
 def test_the_export_gate_names_what_an_engine_would_trip_over(tiny_target, tmp_path, config_change, inner_change, words):
     """Each of these loads somewhere without a word and then accepts nothing."""
     folder = exported(tiny(tiny_target), tiny_target, tmp_path / "export")
-    assert check.check(folder, read_spec(tiny_target)).errors == []
+    assert check(folder, read_spec(tiny_target)).errors == []
     broken(folder, config_change, inner_change, words, tiny_target)
 
 
@@ -436,8 +438,8 @@ def test_nothing_is_exported_that_fails_the_gate(tiny_target, tmp_path):
     folder = exported(model, tiny_target, tmp_path / "export")
     spec = dataclasses.replace(model.spec, mask_token_id=258)
     with pytest.raises(UserError, match=r"cannot be exported.*mask_token_id=258"):
-        export.export(folder, model.state_dict(), spec, read_spec(tiny_target), "float32", "float32")
-    assert export.load_exported(folder)[0] == model.spec
+        DFlash().export(folder, model.state_dict(), spec, read_spec(tiny_target), "float32", "float32")
+    assert load_exported(folder)[0] == model.spec
 
 
 def test_swiglu_keeps_gate_and_up_and_computes_exact_gradients():

@@ -13,10 +13,10 @@ from common.data.chat import Chat, load_tokenizer
 from common.data.prompts import read_prompts
 from common.decoding.report import mean_tau, prompt_lookup, summarize, table
 from common.decoding.speculate import Answer
-from common.drafter.export import export
-from common.drafter.spec import DrafterSpec
 from common.errors import UserError
-from common.families.start import make_drafter as make
+from common.families.dflash import DFlash
+from common.families.registry import resolve_spec
+from common.families.start import make_drafter
 from common.target.files import read_spec
 
 BLOCK, STOP = 4, 258
@@ -30,9 +30,9 @@ def drafter_folder(tiny_target, tmp_path_factory):
 def export_drafter(target, folder):
     """An untrained drafter, exported as training exports it."""
     spec, config = read_spec(target), DrafterConfig(layers=2, block_size=BLOCK, taps=[0, 2], dtype="float32", init="target_layers")
-    drafter_spec = DrafterSpec.resolve(config, spec, target)
-    drafter = make(config, drafter_spec, target, torch.device("cpu"), seed=0)
-    return export(folder, drafter.state_dict(), drafter_spec, spec, "bfloat16", "float32")
+    drafter_spec = resolve_spec(config, spec, target)
+    drafter = make_drafter(config, drafter_spec, target, torch.device("cpu"), seed=0)
+    return DFlash().export(folder, drafter.state_dict(), drafter_spec, spec, "bfloat16", "float32")
 
 
 @pytest.fixture(scope="module")

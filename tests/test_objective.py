@@ -9,9 +9,12 @@ import torch.nn.functional as F
 
 from common.config import ObjectiveConfig
 from common.data.rows import Row
+from common.families.dflash import IndependentSlots
 from common.objective import acceptance
 from common.objective.block_loss import base_loss
 from common.objective.blocks import build_blocks, candidates, default_anchors, draw_anchors, every_anchor
+from common.objective.head import slot_values
+from common.objective.losses import LOSSES
 from common.target.vocabulary import Vocabulary
 
 V, D, MASK = 23, 6, 22
@@ -86,7 +89,7 @@ def test_anchors_are_drawn_by_seed_and_packet_number_alone():
 
 
 def test_every_anchor_predicts_every_candidate_once():
-    """Validation that skips or repeats positions would walk on numbers that do not exist."""
+    """Validation that skips or repeats positions would replay numbers that do not exist."""
     row = make_row([9, 2, 7], mask="011111011" + "11" + "1110111", row_tokens=20)
     chunks = every_anchor(row, 4)
     kept = np.concatenate([anchor[keep] for anchor, keep in chunks])
@@ -251,7 +254,18 @@ def test_metrics_of_a_hand_written_example():
     assert [t.tolist() for t in result.metrics["accuracy"]] == [[2, 1, 1], [2, 2, 1]]
     assert [t.tolist() for t in result.metrics["accepted"]] == [[2, 1, 0], [2, 2, 1]]
     assert [t.item() for t in result.metrics["tau"]] == [(1 + 1) + (1 + 2), 2]
-    assert result.accepted_A.tolist() == [1, 2]
+    assert accepted_by_chain(hidden_that_says(says, vocabulary), vocabulary, blocks).tolist() == [1, 2]
+
+
+def labels_or_none(blocks):
+    """Labels of the predicted slots, -1 where a slot has none: int64 [A, J]."""
+    return blocks.labels_AK[:, 1:].masked_fill(~blocks.valid_AK[:, 1:], -1)
+
+
+def accepted_by_chain(hidden_AJD, vocabulary, blocks):
+    """How many tokens of each kept anchor's greedy proposal agree with the labels before the first that does not: int64 [N]."""
+    proposed_AJ = IndependentSlots(vocabulary).chain(hidden_AJD, blocks.tokens_U[:-1])
+    return (proposed_AJ == labels_or_none(blocks)).int().cumprod(1).sum(1)[blocks.keep_A]
 
 
 def decode_greedily(row, says, block_size):
@@ -279,7 +293,7 @@ def decode_greedily(row, says, block_size):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_walk_equals_greedy_speculative_decoding(seed):
+def test_the_replay_equals_greedy_speculative_decoding(seed):
     """Held-out tau is what the best checkpoint is chosen by: it must be the number that decoding gives."""
     rng = np.random.default_rng(seed)
     lengths = [1, 2, 30, 3, 25]
@@ -290,54 +304,76 @@ def test_the_walk_equals_greedy_speculative_decoding(seed):
         blocks = build_blocks(row, anchor, keep, K, MASK)
         proposal = torch.from_numpy(np.where(rng.random((7, K)) < 0.7, row.tokens[np.minimum(anchor[:, None] + np.arange(K), 63)], MASK))
         says |= {int(a): p[1:].tolist() for a, p, kept in zip(anchor, proposal, keep, strict=True) if kept}
-        result = base_loss(hidden_that_says(proposal, vocabulary), vocabulary, blocks, ObjectiveConfig())
-        accepted += result.accepted_A[torch.from_numpy(keep)].tolist()
-    emitted, verifications = acceptance.walk(accepted, row)
+        accepted += accepted_by_chain(hidden_that_says(proposal, vocabulary), vocabulary, blocks).tolist()
+    emitted, verifications = acceptance.replay(accepted.__getitem__, row)
     assert (emitted.tolist(), verifications.tolist()) == decode_greedily(row, says, K)
 
 
 # Trees
 
 
-@pytest.mark.parametrize("budget", [1, 4, 9, 40])
-def test_the_tree_is_the_best_of_all_prefixes(budget):
-    """Fewer probable nodes than possible would cost acceptance for the same verification."""
-    logprobs = torch.randn(3, 3, generator=torch.Generator().manual_seed(budget)).log_softmax(-1).sort(-1, descending=True).values
-    prefixes = [p for depth in (1, 2, 3) for p in itertools.product(range(3), repeat=depth)]
-    best = sorted((sum(logprobs[i, r].item() for i, r in enumerate(p)) for p in prefixes), reverse=True)[:budget]
-    nodes, paths = acceptance.build_tree(logprobs, budget), []
-    for parent, depth, rank in nodes:
-        paths.append((*(paths[parent] if parent >= 0 else ()), rank))
+def random_children(slots, width, seed, markov):
+    """A random tree over `width` tokens below the root `width`; `markov` lets log-probabilities depend on the token before."""
+    generator = torch.Generator().manual_seed(seed)
+    logprobs = torch.randn(slots, width + 1, width, generator=generator, dtype=torch.float64).log_softmax(-1)
+    if not markov:
+        logprobs[:] = logprobs[:, :1]
+    best = logprobs.sort(-1, descending=True)
+    return lambda depth, parent: (best.indices[depth, parent].tolist(), best.values[depth, parent].tolist())
+
+
+def worth(children, root, path):
+    """Log-probability of a path of tokens below the root."""
+    pairs = [(*children(depth, parent), token) for depth, (parent, token) in enumerate(itertools.pairwise((root, *path)))]
+    return sum(logprobs[tokens.index(token)] for tokens, logprobs, token in pairs)
+
+
+def paths_of(nodes):
+    """The tokens from the root to each node."""
+    paths = []
+    for parent, depth, token in nodes:
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
         assert len(paths[-1]) == depth
+    return paths
+
+
+@pytest.mark.parametrize("markov", [False, True])
+@pytest.mark.parametrize("budget", [1, 4, 9, 40])
+def test_the_tree_is_the_best_of_all_prefixes(budget, markov):
+    """Fewer probable nodes than possible would cost acceptance for the same verification."""
+    children = random_children(slots=3, width=3, seed=budget, markov=markov)
+    prefixes = [p for depth in (1, 2, 3) for p in itertools.product(range(3), repeat=depth)]
+    best = sorted((worth(children, 3, p) for p in prefixes), reverse=True)[:budget]
+    paths = paths_of(acceptance.build_tree(children, 3, 3, budget))
     assert len(set(paths)) == len(paths) == min(budget, len(prefixes))
-    assert [sum(logprobs[i, r].item() for i, r in enumerate(p)) for p in paths] == pytest.approx(best, abs=1e-5)
+    assert [worth(children, 3, p) for p in paths] == pytest.approx(best)
 
 
 def test_a_tree_along_rank_zero_is_the_chain():
     """Chain and tree must agree where they mean the same."""
-    logprobs = torch.randn(5, 1, generator=torch.Generator().manual_seed(0))
-    assert acceptance.build_tree(logprobs, 5) == [(i - 1, i + 1, 0) for i in range(5)]
     row, vocabulary = make_row([12, 7]), random_vocabulary()
     anchor, keep = every_anchor(row, 32)[0]
     blocks = build_blocks(row, anchor, keep, 4, MASK)
-    hidden = hidden_that_says(torch.where(torch.rand(blocks.labels_AK.shape) < 0.7, blocks.labels_AK, 1), vocabulary).double()
-    accepted = base_loss(hidden, vocabulary, blocks, ObjectiveConfig()).accepted_A[: keep.sum()]
-    logprobs, ranks = acceptance.rank_labels(hidden, vocabulary, blocks, top_k=1)
-    chain, tree = acceptance.walk(accepted.tolist(), row), acceptance.walk_tree(logprobs, ranks, row, budget=3)
-    assert accepted.any() and [a.tolist() for a in chain] == [a.tolist() for a in tree]
+    right = torch.rand(blocks.labels_AK.shape, generator=torch.Generator().manual_seed(0)) < 0.7
+    hidden = hidden_that_says(torch.where(right, blocks.labels_AK, 1), vocabulary).double()
+    proposer, anchors_A = IndependentSlots(vocabulary), blocks.tokens_U[:-1]
+    chain_AJ, children = proposer.chain(hidden, anchors_A), proposer.children(hidden, anchors_A, width=1)
+    for block, chain in zip(children, chain_AJ.tolist(), strict=True):
+        assert acceptance.build_tree(block, MASK, 3, 5) == [(i - 1, i + 1, token) for i, token in enumerate(chain)]
+    accepted_N, kept = accepted_by_chain(hidden, vocabulary, blocks), int(keep.sum())
+    replay = acceptance.Replay(accepted_N.numpy(), anchors_A[:kept].numpy(), labels_or_none(blocks)[:kept].numpy(), children[:kept])
+    assert accepted_N.any() and [a.tolist() for a in replay.chain(row)] == [a.tolist() for a in replay.tree(row, budget=3)]
 
 
-def test_tree_acceptance_is_the_longest_label_prefix_in_the_tree():
-    """Counted against the set of all nodes' paths, over many random trees."""
-    generator = torch.Generator().manual_seed(0)
+@pytest.mark.parametrize("markov", [False, True])
+def test_tree_acceptance_is_the_longest_label_prefix_in_the_tree(markov):
+    """Counted against the set of all nodes' paths, over many random trees; token 5 is in no tree."""
     for budget in (1, 3, 8, 20):
-        logprobs = torch.randn(4, 5, generator=generator).log_softmax(-1).sort(-1, descending=True).values
-        paths = []
-        for parent, _, rank in acceptance.build_tree(logprobs, budget):
-            paths.append((*(paths[parent] if parent >= 0 else ()), rank))
-        for ranks in itertools.product(range(6), repeat=4):
-            expected = max((n for n in range(1, 5) if ranks[:n] in paths), default=0)
-            assert acceptance.tree_accepted(logprobs, torch.tensor(ranks), budget) == expected
+        children = random_children(slots=4, width=5, seed=budget, markov=markov)
+        paths = paths_of(acceptance.build_tree(children, 5, 4, budget))
+        for labels in itertools.product(range(6), repeat=4):
+            expected = max((n for n in range(1, 5) if labels[:n] in paths), default=0)
+            assert acceptance.tree_accepted(children, 5, labels, budget) == expected
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -348,8 +384,6 @@ def test_the_cuda_kernels_equal_the_plain_twin(loss, dtype):
 
     Total variation has a kink where drafter and target agree, and rounding decides on which side a token falls: there the twin rounds, too.
     """
-    from common.objective.head import slot_values_and_gradients
-
     generator, kinked = torch.Generator().manual_seed(0), loss in ("tv", "lk")
     exact = dtype if kinked else torch.float64
     tolerance = (2e-3 if kinked else 1e-4) if dtype == torch.float32 else 3e-2
@@ -370,5 +404,5 @@ def test_the_cuda_kernels_equal_the_plain_twin(loss, dtype):
         if loss == "ce":
             from common.objective.head_kernel import cross_entropy_
 
-            _, _, hit, _ = slot_values_and_gradients(logits, labels, None, "ce", softcap)
+            _, _, hit = slot_values(logits, labels, None, LOSSES["ce"], softcap)
             assert torch.equal(cross_entropy_(logits.clone(), labels, softcap)[1], hit)

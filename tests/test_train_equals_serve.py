@@ -17,10 +17,8 @@ from common import config_reader
 from common.data.store import StoreWriter
 from common.decoding.speculate import BlockDrafter, Chooser, Proposal, decode, speculate
 from common.decoding.target import DecodingTarget
-from common.drafter.export import export
 from common.drafter.spec import FULL, SLIDING
-from common.objective import acceptance
-from common.objective.blocks import build_blocks, candidates, every_anchor
+from common.objective.blocks import candidates
 from common.target.files import read_json
 from common.target.model import Target
 from common.target.model import load_model as load_target
@@ -56,12 +54,12 @@ class Thread:
                 yield row.tokens[first : first + prompt].tolist(), row.tokens[first + prompt : stop].tolist()
 
     def trained_hidden(self, row):
-        """The training path's hidden states at every anchor of a row, [N, K - 1, D], and the accepted lengths that follow, [N]."""
+        """The training path's hidden states at every anchor of a row: [N, K - 1, D]."""
         seen, model = [], self.learner.model
         handle = model.register_forward_hook(lambda module, inputs, output: seen.append(output.detach()))
-        accepted = self.learner.replay(self.packet(row))[0]
+        replay = self.learner.replay(self.packet(row))
         handle.remove()
-        return torch.cat(seen)[: len(accepted)], accepted
+        return torch.cat(seen)[: len(replay.accepted_N)]
 
     def block_drafter(self, tree_budget=None):
         spec, learner = self.learner.plan.drafter, self.learner
@@ -93,7 +91,7 @@ def build_thread(folder, scratch, layer_types):
     )
     plan = make_plan(config, SimpleNamespace(first_per_host=lambda find: find(), drafters=1))
     learner = Learner(plan, torch.device("cpu"))
-    thread = Thread(folder, learner, served, [plan.rows.row(i) for i in range(len(plan.rows))])
+    thread = Thread(folder, learner, served, [plan.rows.row(0, i) for i in range(plan.rows.count())])
     packets = [thread.packet(row) for row in thread.rows]
     for step in range(60):
         result = learner.backward(packets[step % len(packets)], number=step)
@@ -111,7 +109,7 @@ class Spy:
 
     def __init__(self, drafter):
         self.drafter, self.hidden = drafter, {}
-        self.new_cache, self.extend = drafter.new_cache, drafter.extend
+        self.spec, self.new_cache, self.extend = drafter.spec, drafter.new_cache, drafter.extend
 
     def draft(self, cache, block_embeddings, positions):
         self.hidden[int(positions[0])] = hidden = self.drafter.draft(cache, block_embeddings, positions)
@@ -139,8 +137,7 @@ def check_hidden(thread):
     """The training path's hidden states equal the serving path's, for every anchor and predicted slot."""
     documents = thread.documents()
     for row in thread.rows:
-        trained, _ = thread.trained_hidden(row)
-        anchors, trained = candidates(row).tolist(), iter(trained)
+        anchors, trained = candidates(row).tolist(), iter(thread.trained_hidden(row))
         for first, stop in row.spans():
             prompt, answer = next(documents)
             served = served_hidden(thread, prompt, answer)
@@ -149,35 +146,27 @@ def check_hidden(thread):
                 torch.testing.assert_close(next(trained), served[position][1:], atol=1e-4, rtol=1e-4)
 
 
-def check_walk(thread, tree_budget=None):
-    """The walk over a packet emits and verifies exactly as real greedy decoding does, document by document. Returns tau."""
-    walked, decoded = [], []
+def check_replay(thread, tree_budget=None):
+    """A packet's replay emits and verifies exactly as real greedy decoding does, document by document. Returns tau."""
+    replayed, decoded = [], []
     for row in thread.rows:
-        hidden, accepted = thread.trained_hidden(row)
-        if tree_budget is None:
-            emitted, verifications = acceptance.walk(accepted, row)
-        else:
-            learner = thread.learner
-            (chosen,) = every_anchor(row, len(hidden))
-            blocks = build_blocks(row, *chosen, BLOCK, learner.plan.drafter.mask_token_id)
-            emitted, verifications = acceptance.walk_tree(
-                *acceptance.rank_labels(hidden, learner.vocabulary, blocks, tree_budget), row, tree_budget
-            )
-        walked += zip(emitted.tolist(), verifications.tolist(), strict=True)
+        replay = thread.learner.replay(thread.packet(row))
+        totals = replay.chain(row) if tree_budget is None else replay.tree(row, tree_budget)
+        replayed += zip(*(total.tolist() for total in totals), strict=True)
     for prompt, tokens in thread.documents():
         answer = thread.answer(prompt, thread.block_drafter(tree_budget))
         assert answer.tokens == tokens
         decoded.append((sum(answer.accepted) + len(answer.accepted), len(answer.accepted)))
-    assert walked == decoded
-    return sum(emitted for emitted, _ in walked) / sum(verifications for _, verifications in walked)
+    assert replayed == decoded
+    return sum(emitted for emitted, _ in replayed) / sum(verifications for _, verifications in replayed)
 
 
 def check_export(thread, scratch):
     """The exported files, read as the engines read them, compute the training path's hidden states."""
     learner, plan = thread.learner, thread.learner.plan
-    folder = export(scratch / "export", learner.master_tensors(), plan.drafter, plan.target, "float32", "float32")
+    folder = learner.family.export(scratch / "export", learner.master_tensors(), plan.drafter, plan.target, "float32", "float32")
     row = thread.rows[0]
-    trained, features = thread.trained_hidden(row)[0], thread.packet(row).features
+    trained, features = thread.trained_hidden(row), thread.packet(row).features
     for anchor, expected in list(zip(candidates(row).tolist(), trained, strict=True))[::5]:
         first = int(row.document_start[anchor])
         mask_token = read_json(folder / "config.json")["dflash_config"]["mask_token_id"]
@@ -234,9 +223,9 @@ def test_decoding_drafts_what_training_computed(thread):
 
 
 @pytest.mark.parametrize("tree_budget", [None, 3, 12])
-def test_walk_tau_is_the_tau_of_real_decoding(thread, tree_budget):
+def test_heldout_tau_is_the_tau_of_real_decoding(thread, tree_budget):
     """Lost otherwise: the number that chooses the best checkpoint. In float32, on the target's own answers, it is exact."""
-    tau = check_walk(thread, tree_budget)
+    tau = check_replay(thread, tree_budget)
     assert 1.2 < tau < BLOCK, f"a drafter that accepts nothing, or everything, would prove little: tau {tau}"
 
 
