@@ -17,6 +17,7 @@ from common.distributed.stop import StopRequest
 from common.families.registry import family_options
 from common.metrics import Meters
 from common.training.averaging import Averaging
+from common.training.description import describe
 from common.training.heldout import heldout_totals
 from common.training.learner import Learner
 from common.training.plan import make_plan
@@ -110,7 +111,7 @@ def main(argv):
         plan = make_plan(config, job)
         job.agree(plan.agreement())
         if job.is_main:
-            print(f"{config_reader.to_yaml(config)}\n{job.layout.describe()}\n{plan.describe(job.layout)}", flush=True)
+            print(f"{config_reader.to_yaml(config)}\n{job.layout.describe()}\n{describe(plan, job.layout)}", flush=True)
         job.connect(plan.shape, plan.schedule)
         job.run(lambda context: Server(plan, context), lambda context: Trainer(plan, context, stop))
     return 0

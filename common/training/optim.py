@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from common.config import OptimConfig
+from common.errors import UserError
 
 EPSILON = 1e-8
 WSD_SHARE = 0.2
@@ -152,3 +153,12 @@ def schedule(config: OptimConfig, steps: int, step: int) -> float:
     if config.schedule == "wsd":
         return min(1.0, left / (WSD_SHARE * steps))
     return (1 - math.cos(math.pi * left / (steps + 1 - warmup))) / 2
+
+
+def check_warmup(config: OptimConfig, steps: int) -> None:
+    """Refuse a warm-up that is longer than the run: the learning rate would never reach its peak. Raises: UserError."""
+    if config.warmup > max(steps, 1):
+        raise UserError(
+            f"optim.warmup={config.warmup:g} steps of warm-up are more than the run's {steps}, so optim.lr would never be reached; "
+            f"write a share of the steps such as optim.warmup=0.04, or at most {steps} steps"
+        )
