@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from common.drafter import attention
+from common.drafter import attention, block_mask
 from common.errors import UserError
 
 # Twelve tokens in two documents (0-6, 7-11), blocks of three at anchors 2, 4 and 9, and an empty slot.
-SPEC = attention.MaskSpec(row_tokens=12, anchors=4, block_size=3)
+SPEC = block_mask.MaskSpec(row_tokens=12, anchors=4, block_size=3)
 ANCHORS, STARTS, KEEP = torch.tensor([2, 4, 9, 12]), torch.tensor([0, 0, 7, 12]), torch.tensor([True, True, True, False])
 FULL = """
 xx.......... xxx ... ... ...
@@ -43,7 +43,7 @@ xx.......... xx. ... ... ...
 @pytest.mark.parametrize(("window", "drawn"), [(None, FULL), (4, WINDOW_4)])
 def test_predicate_equals_the_mask_drawn_by_hand(window, drawn):
     expected = torch.tensor([[c == "x" for c in line.replace(" ", "")] for line in drawn.split("\n") if line])
-    assert torch.equal(attention.dense_mask(SPEC, ANCHORS, STARTS, KEEP, window), expected)
+    assert torch.equal(block_mask.dense_mask(SPEC, ANCHORS, STARTS, KEEP, window), expected)
 
 
 def test_attention_equals_a_softmax_over_the_visible_keys():
@@ -52,7 +52,7 @@ def test_attention_equals_a_softmax_over_the_visible_keys():
     heads, groups, size = 4, 2, 8
     draw = lambda rows, count: torch.randn(rows, count, size, generator=generator, dtype=torch.float64)  # noqa: E731
     query, context, block = draw(12, heads), (draw(12, groups), draw(12, groups)), (draw(12, groups), draw(12, groups))
-    mask = attention.dense_mask(SPEC, ANCHORS, STARTS, KEEP, 4)
+    mask = block_mask.dense_mask(SPEC, ANCHORS, STARTS, KEEP, 4)
     keys, values = (torch.cat(pair) for pair in zip(context, block, strict=True))
     out = attention.attend(query, context, block, mask)
     for head in range(heads):
@@ -87,12 +87,12 @@ def marked(counts, indices):
 def test_tile_lists_equal_the_predicate(window, block_size):
     """A tile left out hides keys, a tile wrongly called full shows another conversation: neither raises anywhere."""
     generator = np.random.default_rng(block_size)
-    spec = attention.MaskSpec(row_tokens=640, anchors=256 // block_size, block_size=block_size)
+    spec = block_mask.MaskSpec(row_tokens=640, anchors=256 // block_size, block_size=block_size)
     for trial in range(12):
         row = random_row(generator, spec, anchors=spec.anchors if trial < 6 else None)
-        tiles = attention.mask_tiles(spec, *row, window)
-        dense = attention.dense_mask(spec, *map(torch.from_numpy, row), window).numpy()
-        by_tile = dense.reshape(2, attention.TILE, 7, attention.TILE)
+        tiles = block_mask.mask_tiles(spec, *row, window)
+        dense = block_mask.dense_mask(spec, *map(torch.from_numpy, row), window).numpy()
+        by_tile = dense.reshape(2, block_mask.TILE, 7, block_mask.TILE)
         partial, full = marked(*tiles[0:2]), marked(*tiles[2:4])
         assert np.array_equal(partial | full, by_tile.any((1, 3))) and not (partial & full).any()
         context = np.s_[:, :5]  # a block tile may be full, and is masked all the same
@@ -101,7 +101,7 @@ def test_tile_lists_equal_the_predicate(window, block_size):
 
 
 def sparse_mask(spec, row, window):
-    packet = attention.packet_mask(spec, *row, window)
+    packet = block_mask.packet_mask(spec, *row, window)
     return attention.SparseMask(spec, packet, packet.full_tiles if window is None else packet.sliding_tiles, window)
 
 
@@ -117,7 +117,7 @@ def draw_inputs(generator, spec, heads, groups, size, dtype=torch.float64, devic
 def test_flex_twin_equals_the_dense_one(window):
     """The kernel of the GPU must compute what the tests on CPU prove."""
     generator = np.random.default_rng(0)
-    spec = attention.MaskSpec(row_tokens=256, anchors=8, block_size=16)
+    spec = block_mask.MaskSpec(row_tokens=256, anchors=8, block_size=16)
     mask = sparse_mask(spec, random_row(generator, spec, anchors=7), window)
     inputs = draw_inputs(generator, spec, heads=4, groups=2, size=16)
     expected = attention.attend(*inputs, attention.mask_of(spec, mask.packet, window))
@@ -131,12 +131,12 @@ def test_flex_twin_equals_the_dense_one(window):
 def test_key_ranges_equal_the_predicate(window, block_size):
     """The backward kernel walks these ranges: an anchor left out would lose a gradient."""
     generator = np.random.default_rng(block_size)
-    spec = attention.MaskSpec(row_tokens=640, anchors=256 // block_size, block_size=block_size)
+    spec = block_mask.MaskSpec(row_tokens=640, anchors=256 // block_size, block_size=block_size)
     for trial in range(12):
         row = random_row(generator, spec, anchors=spec.anchors if trial < 6 else None)
-        ranges = attention.key_ranges(spec, *row, window)
-        dense = attention.dense_mask(spec, *map(torch.from_numpy, row), window)[:, : spec.row_tokens]
-        by_anchor = dense.view(spec.anchors, block_size, 5, attention.TILE)
+        ranges = block_mask.key_ranges(spec, *row, window)
+        dense = block_mask.dense_mask(spec, *map(torch.from_numpy, row), window)[:, : spec.row_tokens]
+        by_anchor = dense.view(spec.anchors, block_size, 5, block_mask.TILE)
         anchors = torch.arange(spec.anchors)
         for tile, (first, full, full_end, end) in enumerate(ranges.tolist()):
             some = by_anchor[:, :, tile].any(2).any(1)
@@ -154,7 +154,7 @@ CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels run
 def test_kernels_equal_the_dense_twin(window, heads, groups, size, block_size, dtype, tolerance):
     """Output and every gradient, on rows of several documents, with empty slots and empty contexts."""
     generator = np.random.default_rng(heads)
-    spec = attention.MaskSpec(row_tokens=640, anchors=512 // block_size, block_size=block_size)
+    spec = block_mask.MaskSpec(row_tokens=640, anchors=512 // block_size, block_size=block_size)
     mask = sparse_mask(spec, random_row(generator, spec, anchors=spec.anchors - 5), window)
     packet = mask.packet.to(torch.device("cuda"))
     mask = mask._replace(packet=packet, tiles=packet.full_tiles if window is None else packet.sliding_tiles)
@@ -163,7 +163,7 @@ def test_kernels_equal_the_dense_twin(window, heads, groups, size, block_size, d
     truth = [x.detach().double().requires_grad_() for x in leaves]
     assert attention.attention_kernel.fits(query, context[0], block_size)
     out = attention.attend(leaves[0], leaves[1:3], leaves[3:], mask)
-    dense = attention.dense_mask(spec, *packet[:3], window)
+    dense = block_mask.dense_mask(spec, *packet[:3], window)
     expected = attention.attend(truth[0], truth[1:3], truth[3:], dense)
     gradient = torch.randn_like(out)
     got = out, *torch.autograd.grad(out, leaves, gradient)
@@ -182,16 +182,16 @@ def test_kernels_compile_into_the_drafters_forward():
 
 def opcheck_inputs():
     generator = np.random.default_rng(0)
-    spec = attention.MaskSpec(row_tokens=256, anchors=8, block_size=16)
-    packet = attention.packet_mask(spec, *random_row(generator, spec, anchors=7)).to(torch.device("cuda"))
+    spec = block_mask.MaskSpec(row_tokens=256, anchors=8, block_size=16)
+    packet = block_mask.packet_mask(spec, *random_row(generator, spec, anchors=7)).to(torch.device("cuda"))
     query, context, block = draw_inputs(generator, spec, 4, 2, 64, torch.bfloat16, "cuda")
     tensors = [x.requires_grad_() for x in (query, *context, *block)]
     return *tensors, *packet[:3], packet.full_tiles.key_ranges, 16, 0
 
 
 def test_rows_that_fill_no_tiles_run_on_the_dense_twin():
-    spec = attention.MaskSpec(row_tokens=100, anchors=8, block_size=5)
-    packet = attention.packet_mask(spec, *random_row(np.random.default_rng(0), spec))
+    spec = block_mask.MaskSpec(row_tokens=100, anchors=8, block_size=5)
+    packet = block_mask.packet_mask(spec, *random_row(np.random.default_rng(0), spec))
     assert packet.full_tiles is None and attention.mask_of(spec, packet, None).dtype == torch.bool
 
 
@@ -202,6 +202,6 @@ def test_rows_that_fill_no_tiles_run_on_the_dense_twin():
 def test_shapes_that_fill_no_tiles_are_refused_on_cuda(spec, words):
     """Otherwise a large run falls back to a dense mask without a word, and out of memory or to a crawl."""
     with pytest.raises(UserError, match=words):
-        attention.check_tiles(attention.MaskSpec(*spec), torch.device("cuda"))
-    attention.check_tiles(attention.MaskSpec(*spec), torch.device("cpu"))
-    attention.check_tiles(attention.MaskSpec(3000, 512, 10), torch.device("cuda"))
+        attention.check_tiles(block_mask.MaskSpec(*spec), torch.device("cuda"))
+    attention.check_tiles(block_mask.MaskSpec(*spec), torch.device("cpu"))
+    attention.check_tiles(block_mask.MaskSpec(3000, 512, 10), torch.device("cuda"))

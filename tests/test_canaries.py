@@ -11,7 +11,7 @@ import test_target
 import torch
 from test_train_equals_serve import build_thread, check_export, check_hidden, check_replay
 
-from common.drafter import attention
+from common.drafter import block_mask
 from common.drafter.backbone import Drafter
 from common.drafter.rope import rotations
 from common.drafter.spec import FULL
@@ -31,8 +31,8 @@ def tap_index_off_by_one(plant):
 
 
 def mask_lets_the_anchor_in(plant):
-    healthy = attention.visible
-    plant(attention, "visible", lambda spec, anchor, lo, keep, window: healthy(spec, anchor + 1, lo, keep, window))
+    healthy = block_mask.visible
+    plant(block_mask, "visible", lambda spec, anchor, lo, keep, window: healthy(spec, anchor + 1, lo, keep, window))
 
 
 def positions_shifted_by_one(plant):
@@ -84,8 +84,8 @@ def labels_shifted_by_one(plant):
 
 
 def document_start_forgotten(plant):
-    healthy = attention.visible
-    plant(attention, "visible", lambda spec, anchor, lo, keep, window: healthy(spec, anchor, lo * 0, keep, window))
+    healthy = block_mask.visible
+    plant(block_mask, "visible", lambda spec, anchor, lo, keep, window: healthy(spec, anchor, lo * 0, keep, window))
 
 
 CAUGHT_BY = {

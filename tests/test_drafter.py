@@ -12,7 +12,7 @@ from conftest import build_target
 from safetensors.torch import load_file, save_file
 
 from common.config import DrafterConfig
-from common.drafter import attention, backbone, export, rope, spec
+from common.drafter import backbone, block_mask, export, rope, spec
 from common.drafter.spec import FULL, SLIDING, DrafterSpec
 from common.errors import UserError
 from common.families import __main__
@@ -55,7 +55,7 @@ def run(model, embeddings, features, anchors, starts, offset=0):
     keep, rows = anchors >= 0, len(starts)
     anchor = np.where(keep, anchors, rows).astype(np.int32)
     lo = np.where(keep, starts[np.minimum(anchor, rows - 1)], rows).astype(np.int32)
-    mask = attention.packet_mask(attention.MaskSpec(rows, len(anchors), K), anchor, lo, keep, model.spec.window)
+    mask = block_mask.packet_mask(block_mask.MaskSpec(rows, len(anchors), K), anchor, lo, keep, model.spec.window)
     positions = torch.from_numpy(anchor - lo)[:, None] + torch.arange(K) + offset
     embeddings = embeddings[[*range(len(anchors)), -1]]
     return model(embeddings, positions, features, torch.from_numpy(np.arange(rows, dtype=np.int32) - starts) + offset, mask)
@@ -191,10 +191,9 @@ def test_scaled_frequencies_equal_the_fields_own(scaling):
     from transformers import Qwen3Config
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    spec = dataclasses.replace(QWEN3_8B, rope_scaling=scaling)
     config = Qwen3Config(head_dim=128, rope_parameters={**scaling, "rope_theta": 1e6}, max_position_embeddings=40960)
     expected, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, "cpu")
-    frequencies, on_tables = rope.inverse_frequencies(spec)
+    frequencies, on_tables = rope.inverse_frequencies(128, 1e6, scaling, max_position_embeddings=40960)
     torch.testing.assert_close(frequencies, expected)
     assert on_tables == pytest.approx(factor)
 

@@ -1,30 +1,71 @@
 """The drafter: a few transformer layers that propose a whole block of tokens from the target's hidden states.
 
 Training and decoding run the same layers: `forward` on all blocks of a packet, `extend` and `draft` on one block behind a cache of
-context keys. Source: DFlash (arXiv 2602.06036).
+context keys and values. Source: DFlash (arXiv 2602.06036).
 
-Legend: T context tokens, A anchors, K block slots, U = A + 1 distinct inputs of a packet's blocks (the anchors' tokens and the mask token),
-D hidden, M taps, F = M*D, H heads, G key/value heads, d head dimension, L layers.
+A packet's blocks are computed with two savings, which change no result:
+- The first slot of a block holds its anchor's token and every other slot the mask token, so only U = A + 1 of the N = A*K rows that
+  enter the first layer are distinct. Its norms and projections run on the distinct rows; `Slots.expand` then gives every slot its row,
+  just before the positions enter.
+- The first slot proposes nothing. Behind its attention the last layer therefore runs on the predicted slots alone, which `Slots.select`
+  picks out.
+
+Legend: T context tokens, A anchors, K block slots, N = A*K rows (one a slot), U = A + 1 distinct rows of the first layer, D hidden,
+M taps, F = M*D, H heads, G key/value heads, d head dimension, I width of the MLP.
 """
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from common.drafter import attention
+from common.drafter.attention import KeysValues, Mask, attend, mask_of
+from common.drafter.block_mask import MaskSpec, PacketMask, dense_mask
 from common.drafter.rope import inverse_frequencies, rotate, rotations
-from common.drafter.spec import FULL, SLIDING
+from common.drafter.spec import FULL, SLIDING, DrafterSpec
+
+Cache = list[KeysValues]
+"""Context keys and values of each layer."""
+
+RowMap = Callable[[Tensor], Tensor]
+"""Makes other rows of a tensor's rows."""
+
+
+class Slots(NamedTuple):
+    """A packet's slots as rows: block after block, in each slot after slot."""
+
+    anchors: int
+    block_size: int
+
+    def expand(self, distinct_U: Tensor) -> Tensor:
+        """Every slot's row out of the distinct ones: its anchor's for a block's first slot, the mask token's (the last) for the others.
+
+        Shapes: [U, ...] -> [N, ...].
+        """
+        first_K = (torch.arange(self.block_size, device=distinct_U.device) == 0).unflatten(0, (-1, *[1] * (distinct_U.dim() - 1)))
+        return torch.where(first_K, distinct_U[: self.anchors, None], distinct_U[self.anchors :, None]).flatten(0, 1)
+
+    def select(self, all_N: Tensor) -> Tensor:
+        """The rows of the predicted slots, which are all but each block's first: [N, ...] -> [A * (K - 1), ...]."""
+        return all_N.unflatten(0, (self.anchors, self.block_size))[:, 1:].flatten(0, 1)
+
+
+def every_row(rows: Tensor) -> Tensor:
+    """The RowMap that changes nothing."""
+    return rows
 
 
 class RMSNorm(nn.Module):
     """Root-mean-square norm in float32, rounded to the input's type before the weight, as the engines do."""
 
-    def __init__(self, size, eps, **kind):
+    def __init__(self, size: int, eps: float, **kind: Any):
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.empty(size, **kind)), eps
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
         return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight
 
@@ -32,7 +73,7 @@ class RMSNorm(nn.Module):
 class SelfAttention(nn.Module):
     """Queries from the block, keys and values from context and block through the same weights; q, k and v in one matrix."""
 
-    def __init__(self, spec, **kind):
+    def __init__(self, spec: DrafterSpec, **kind: Any):
         super().__init__()
         self.head_dim, self.heads, self.kv_heads = spec.head_dim, spec.heads, spec.kv_heads
         self.qkv_proj = nn.Linear(spec.hidden_size, (spec.heads + 2 * spec.kv_heads) * spec.head_dim, spec.attention_bias, **kind)
@@ -40,23 +81,27 @@ class SelfAttention(nn.Module):
         self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps, **kind)
         self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps, **kind)
 
-    def context(self, context_TD, rope):
+    def context(self, context_TD: Tensor, rope_T22d: Tensor) -> KeysValues:
         """Keys (normed and rotated) and values of the context: 2 x [T, G, d]."""
         first = self.heads * self.head_dim
         bias = None if self.qkv_proj.bias is None else self.qkv_proj.bias[first:]
         pair = F.linear(context_TD, self.qkv_proj.weight[first:], bias).unflatten(-1, (2 * self.kv_heads, self.head_dim))
         key, value = pair.split(self.kv_heads, dim=1)
-        return rotate(self.k_norm(key), rope), value
+        return rotate(self.k_norm(key), rope_T22d), value
 
-    def forward(self, x_ND, rope, context, mask, expand, select):
-        qkv = self.qkv_proj(x_ND).unflatten(-1, (self.heads + 2 * self.kv_heads, self.head_dim))
+    def forward(self, x: Tensor, rope_N22d: Tensor, context: KeysValues, mask: Mask, expand: RowMap, select: RowMap) -> Tensor:
+        """Attention's output of the `select` rows.
+
+        Shapes: x [N, D], or the distinct rows [U, D] of which `expand` makes N -> [rows of select, D].
+        """
+        qkv = self.qkv_proj(x).unflatten(-1, (self.heads + 2 * self.kv_heads, self.head_dim))
         query, key, value = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
-        query, key = rotate(expand(self.q_norm(query)), rope), rotate(expand(self.k_norm(key)), rope)
-        return self.o_proj(select(attention.attend(query, context, (key, expand(value)), mask).flatten(1)))
+        query, key = rotate(expand(self.q_norm(query)), rope_N22d), rotate(expand(self.k_norm(key)), rope_N22d)
+        return self.o_proj(select(attend(query, context, (key, expand(value)), mask).flatten(1)))
 
 
 @torch.library.custom_op("drafter::swiglu_backward", mutates_args=())
-def swiglu_backward(act_gradient_NI: torch.Tensor, gate_up_N2I: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def swiglu_backward(act_gradient_NI: Tensor, gate_up_N2I: Tensor) -> tuple[Tensor, Tensor]:
     """Gradient of gate and up [N, 2I], and the activation silu(gate) * up [N, I] that the forward pass did not keep."""
     if gate_up_N2I.is_cuda and gate_up_N2I.dtype != torch.float64:
         from common.drafter import swiglu_kernel  # Triton comes with torch for CUDA only
@@ -69,7 +114,7 @@ def swiglu_backward(act_gradient_NI: torch.Tensor, gate_up_N2I: torch.Tensor) ->
 
 
 @swiglu_backward.register_fake
-def _(act_gradient_NI, gate_up_N2I):
+def _(act_gradient_NI: Tensor, gate_up_N2I: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(gate_up_N2I), torch.empty_like(act_gradient_NI)
 
 
@@ -77,123 +122,133 @@ class SwiGLU(torch.autograd.Function):
     """silu(gate) * up times the down projection; keeps gate and up alone, and reads them once for all that the backward pass needs."""
 
     @staticmethod
-    def forward(ctx, gate_up_N2I, weight_DI):
+    def forward(ctx: Any, gate_up_N2I: Tensor, weight_DI: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up_N2I, weight_DI)
         gate, up = gate_up_N2I.chunk(2, dim=-1)
         return F.linear(F.silu(gate) * up, weight_DI)
 
     @staticmethod
-    def backward(ctx, gradient_ND):
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        (gradient_ND,) = gradients
         gate_up_N2I, weight_DI = ctx.saved_tensors
         gate_up_gradient, act_NI = torch.ops.drafter.swiglu_backward(gradient_ND @ weight_DI, gate_up_N2I)
         return gate_up_gradient, gradient_ND.T @ act_NI
 
 
 class MLP(nn.Module):
-    def __init__(self, spec, **kind):
+    """A SwiGLU with gate and up in one matrix."""
+
+    def __init__(self, spec: DrafterSpec, **kind: Any):
         super().__init__()
         self.gate_up_proj = nn.Linear(spec.hidden_size, 2 * spec.intermediate_size, bias=False, **kind)
         self.down_proj = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=False, **kind)
 
-    def forward(self, x_ND):
+    def forward(self, x_ND: Tensor) -> Tensor:
         return SwiGLU.apply(self.gate_up_proj(x_ND), self.down_proj.weight)
 
 
-def every_row(x_ND):
-    return x_ND
-
-
-def add(x_ND, y_ND):
+def add(x_ND: Tensor, y_ND: Tensor) -> Tensor:
     """Their sum, rounded once. In float32, since inductor would make an addmm of the product before it, which copies x first."""
     return (x_ND.float() + y_ND.float()).to(x_ND.dtype)
 
 
 class Layer(nn.Module):
-    def __init__(self, spec, **kind):
+    """Attention and MLP, each behind its norm and added to what came in."""
+
+    def __init__(self, spec: DrafterSpec, **kind: Any):
         super().__init__()
         self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, **kind)
         self.self_attn = SelfAttention(spec, **kind)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, **kind)
         self.mlp = MLP(spec, **kind)
 
-    def forward(self, x, rope, context, mask, expand=every_row, select=every_row):
-        """The layer's output of the `select` rows; attention alone needs them all. `expand` makes them of the distinct ones that come in.
+    def forward(
+        self, x: Tensor, rope_N22d: Tensor, context: KeysValues, mask: Mask, expand: RowMap = every_row, select: RowMap = every_row
+    ) -> Tensor:
+        """The layer's output of the `select` rows; attention alone needs all rows.
 
-        Shapes: x [N, D], or [U, D] where `expand` makes N rows of U; rope [N, 2, 2, d/2] -> [select N, D].
+        Shapes: x [N, D], or the distinct rows [U, D] of which `expand` makes N; rope_N22d [N, 2, 2, d/2] -> [rows of select, D].
         """
-        x_ND = add(select(expand(x)), self.self_attn(self.input_layernorm(x), rope, context, mask, expand, select))
+        attended = self.self_attn(self.input_layernorm(x), rope_N22d, context, mask, expand, select)
+        x_ND = add(select(expand(x)), attended)
         return add(x_ND, self.mlp(self.post_attention_layernorm(x_ND)))
 
 
 class Drafter(nn.Module):
     """The drafter's layers. Embedding and vocabulary head are the target's and stay outside.
 
-    A context feature enters as keys and values of every layer; a block of embeddings runs through the layers.
+    A context feature enters as keys and values of every layer; a block of embeddings runs through the layers. With `checkpointing` the
+    backward pass recomputes each layer.
     """
 
-    def __init__(self, spec, dtype, device, checkpointing=False):
+    layers: Sequence[Layer]
+
+    def __init__(self, spec: DrafterSpec, dtype: torch.dtype, device: torch.device | str, checkpointing: bool = False):
         super().__init__()
         kind = {"dtype": dtype, "device": device}
         self.spec, self.checkpointing = spec, checkpointing
         self.fc = nn.Linear(len(spec.taps) * spec.hidden_size, spec.hidden_size, bias=False, **kind)
         self.hidden_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, **kind)
-        self.layers = nn.ModuleList(Layer(spec, **kind) for _ in range(spec.layers))
+        self.layers = cast(Sequence[Layer], nn.ModuleList(Layer(spec, **kind) for _ in range(spec.layers)))
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, **kind)
-        frequencies, self.table_factor = inverse_frequencies(spec)
+        frequencies, self.table_factor = inverse_frequencies(
+            spec.head_dim, spec.rope_theta, spec.rope_scaling, spec.max_position_embeddings
+        )
         self.frequencies = frequencies.to(device)  # no buffer: a cast of the module must not round it
 
-    def forward(self, embeddings_UD, positions_AK, features_TF, context_positions_T, packet_mask):
+    def forward(
+        self, embeddings_UD: Tensor, positions_AK: Tensor, features_TF: Tensor, context_positions_T: Tensor, packet_mask: PacketMask
+    ) -> Tensor:
         """Hidden states of the predicted slots (all but the first) of a packet's blocks, ready for the head: [A, K - 1, D].
 
-        embeddings_UD are those of the anchors' tokens and, last, of the mask token, which all other slots hold: the first layer projects
-        it once. `packet_mask` is the packet's attention.PacketMask; positions count in each token's own document.
+        embeddings_UD are those of the anchors' tokens and, last, of the mask token. Positions count in each token's own document.
         """
-        A, K = positions_AK.shape
-        mask_spec = attention.MaskSpec(features_TF.shape[0], A, K)
+        slots = Slots(*positions_AK.shape)
+        mask_spec = MaskSpec(features_TF.shape[0], slots.anchors, slots.block_size)
         windows = {t: self.spec.window if t == SLIDING else None for t in dict.fromkeys(self.spec.layer_types)}
-        masks = {t: attention.mask_of(mask_spec, packet_mask, window) for t, window in windows.items()}
+        masks = {t: mask_of(mask_spec, packet_mask, window) for t, window in windows.items()}
         contexts = self._contexts(features_TF, context_positions_T)
+        hidden = self._blocks(embeddings_UD, positions_AK.flatten(), contexts, masks, slots.expand, slots.select)
+        return hidden.unflatten(0, (slots.anchors, slots.block_size - 1))
 
-        def expand(x_U):  # every slot of every block, the first with its anchor's row, the others with the mask token's
-            first_K = (torch.arange(K, device=x_U.device) == 0).unflatten(0, (K, *[1] * (x_U.dim() - 1)))
-            return torch.where(first_K, x_U[:A, None], x_U[A:, None]).flatten(0, 1)
-
-        def predicted(x_ND):
-            return x_ND.unflatten(0, (A, K))[:, 1:].flatten(0, 1)
-
-        hidden = self._blocks(embeddings_UD, positions_AK.flatten(), contexts, masks, expand, predicted)
-        return hidden.unflatten(0, (A, K - 1))
-
-    def new_cache(self):
+    def new_cache(self) -> Cache:
         """An empty cache of context keys and values per layer, for `extend` and `draft`."""
         empty = self.fc.weight.new_empty(0, self.spec.kv_heads, self.spec.head_dim)
         return [(empty, empty) for _ in self.layers]
 
     @torch.no_grad()
-    def extend(self, cache, features_NF, positions_N):
+    def extend(self, cache: Cache, features_NF: Tensor, positions_N: Tensor) -> None:
         """Add the features of newly accepted tokens, the next positions in order."""
-        for i, new in enumerate(self._contexts(features_NF, positions_N)):
-            cache[i] = tuple(torch.cat(pair) for pair in zip(cache[i], new, strict=True))
+        for i, (keys, values) in enumerate(self._contexts(features_NF, positions_N)):
+            cache[i] = torch.cat((cache[i][0], keys)), torch.cat((cache[i][1], values))
 
     @torch.no_grad()
-    def draft(self, cache, block_embeddings_KD, positions_K):
+    def draft(self, cache: Cache, block_embeddings_KD: Tensor, positions_K: Tensor) -> Tensor:
         """Hidden states [K, D] of one block behind the cached context. The cache stays as it is: a block leaves no trace."""
         n, K = len(cache[0][0]), len(positions_K)
         end = torch.tensor([n], device=positions_K.device)
-        mask_spec = attention.MaskSpec(row_tokens=n, anchors=1, block_size=K)
-        sliding = attention.dense_mask(mask_spec, end, end * 0, end == n, self.spec.window) if SLIDING in self.spec.layer_types else None
+        mask_spec = MaskSpec(row_tokens=n, anchors=1, block_size=K)
+        sliding = dense_mask(mask_spec, end, end * 0, end == n, self.spec.window) if SLIDING in self.spec.layer_types else None
         return self._blocks(block_embeddings_KD, positions_K, cache, {FULL: None, SLIDING: sliding})
 
-    def _rope(self, positions_N):
+    def _rope(self, positions_N: Tensor) -> Tensor:
         return rotations(positions_N.float()[:, None] * self.frequencies, self.table_factor)
 
-    def _contexts(self, features_NF, positions_N):
-        context = self.hidden_norm(self.fc(features_NF.to(self.fc.weight.dtype)))
+    def _contexts(self, features_NF: Tensor, positions_N: Tensor) -> list[KeysValues]:
+        context_ND = self.hidden_norm(self.fc(features_NF.to(self.fc.weight.dtype)))
         rope = self._rope(positions_N)
-        return [layer.self_attn.context(context, rope) for layer in self.layers]
+        return [layer.self_attn.context(context_ND, rope) for layer in self.layers]
 
-    def _blocks(self, x, positions_N, contexts, masks, expand=every_row, select=every_row):
-        """Hidden states after the norm. The first layer takes what `expand` makes the rows of, the last gives the `select` rows alone."""
+    def _blocks(
+        self,
+        x: Tensor,
+        positions_N: Tensor,
+        contexts: Sequence[KeysValues],
+        masks: Mapping[str, Mask],
+        expand: RowMap = every_row,
+        select: RowMap = every_row,
+    ) -> Tensor:
+        """Hidden states behind the last norm: `expand` is for the rows of the first layer, `select` for those of the last."""
         x, rope, last = x.to(self.fc.weight.dtype), self._rope(positions_N), len(self.layers) - 1
         for i, (layer, kind, context) in enumerate(zip(self.layers, self.spec.layer_types, contexts, strict=True)):
             inputs = x, rope, context, masks[kind], expand if i == 0 else every_row, select if i == last else every_row

@@ -1,26 +1,31 @@
 """Which token fills the unknown slots of a block."""
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from common.errors import UserError
-from common.target.files import read_json
+from common.target.files import TargetSpec, read_json
 
-# Published drafters' mask tokens, by target family: https://huggingface.co/collections/z-lab/dflash
 MASK_TOKENS = {
     "qwen3": 151669, "qwen3_moe": 151669, "qwen3_5": 248070, "qwen3_5_text": 248070, "qwen3_5_moe": 248070,
     "qwen3_5_moe_text": 248070, "gpt_oss": 200000, "minimax_m2": 200054,
 }  # fmt: skip
+"""Mask tokens of published drafters, by target family. Source: https://huggingface.co/collections/z-lab/dflash."""
+
+NO_TOKENIZER = 1 << 60
+"""More ids than any embedding has rows: without a tokenizer none of them is known to be unused."""
 
 
-def mask_token(wanted, target, folder, used_ids=()):
+def mask_token(wanted: str | int, target: TargetSpec, folder: str | Path, used_ids: Iterable[int] = ()) -> int:
     """The id of the token that fills unknown slots: `wanted` is an id, a token's text or `auto`.
 
     Raises: UserError for a token that has a meaning already, is no row of the embedding, or cannot be found.
     """
-    used, added, tokens = {int(i) for i in used_ids}, *_tokenizer_tokens(folder)
+    used = set(used_ids)
+    added, tokens = _tokenizer_tokens(folder)
     pads = _pads(folder, added)
 
-    def objection(token):
+    def objection(token: int) -> str | None:
         if token in pads:
             return "is the tokenizer's padding"
         return mask_objection(token, target) or ("occurs in the data" if token in used else None)
@@ -44,7 +49,7 @@ def mask_token(wanted, target, folder, used_ids=()):
     return token
 
 
-def mask_objection(token, target):
+def mask_objection(token: int, target: TargetSpec) -> str | None:
     """Why a token cannot be the mask token of a target's drafter, or None."""
     if not 0 <= token < target.vocab_size:
         return f"is no row of the target's embedding (0..{target.vocab_size - 1})"
@@ -53,11 +58,11 @@ def mask_objection(token, target):
     return meaning and f"is the target's token for {meaning}"
 
 
-def _tokenizer_tokens(folder):
+def _tokenizer_tokens(folder: str | Path) -> tuple[dict[str, int], int]:
     """({text: id} of the added tokens, number of ids the tokenizer can produce), out of tokenizer.json."""
     file = Path(folder) / "tokenizer.json"
     if not file.is_file():
-        return {}, 1 << 60
+        return {}, NO_TOKENIZER
     tree = read_json(file)
     added = {t["content"]: t["id"] for t in tree.get("added_tokens", [])}
     vocabulary = tree.get("model", {}).get("vocab", {})
@@ -65,7 +70,9 @@ def _tokenizer_tokens(folder):
     return added, 1 + max([*plain, *added.values()], default=-1)
 
 
-def _pads(folder, added):
+def _pads(folder: str | Path, added: Mapping[str, int]) -> set[int]:
+    """The padding token that tokenizer_config.json names, as a set of at most one id."""
     file = Path(folder) / "tokenizer_config.json"
     pad = read_json(file).get("pad_token") if file.is_file() else None
-    return {added.get(pad.get("content") if isinstance(pad, dict) else pad)} - {None}
+    text = pad.get("content") if isinstance(pad, dict) else pad
+    return {added[text]} if text in added else set()

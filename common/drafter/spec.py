@@ -2,12 +2,16 @@
 
 import itertools
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from common.config import DrafterConfig
 from common.drafter.mask_token import mask_token
 from common.drafter.rope import ROPE_KINDS, rope_kind
 from common.errors import UserError
+from common.target.files import TargetSpec
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -25,27 +29,27 @@ class DrafterSpec:
     heads: int
     kv_heads: int
     head_dim: int
-    layer_types: tuple
+    layer_types: tuple[str, ...]
     window: int | None
     block_size: int
     mask_token_id: int
-    taps: tuple
+    taps: tuple[int, ...]
     target_layers: int
     vocab_size: int
     rms_norm_eps: float
     rope_theta: float
-    rope_scaling: dict | None
+    rope_scaling: dict[str, Any] | None
     max_position_embeddings: int
     attention_bias: bool
     initializer_range: float
     bos_token_id: int | None
-    eos_token_ids: tuple
+    eos_token_ids: tuple[int, ...]
     family: str = "dflash"
     options: Any = None
 
     @classmethod
-    def resolve(cls, config, target, folder, used_ids=()):
-        """The drafter that a `drafter` config section describes for a target (TargetSpec) whose files lie in `folder`.
+    def resolve(cls, config: DrafterConfig, target: TargetSpec, folder: str | Path, used_ids: Iterable[int] = ()) -> "DrafterSpec":
+        """The drafter that a `drafter` config section describes for a target whose files lie in `folder`.
 
         `used_ids` are token ids that occur in the data; the mask token must not be one of them.
         Raises: UserError for taps, mask tokens or dimensions that do not fit the target.
@@ -80,7 +84,7 @@ class DrafterSpec:
         spec.validate(target)
         return spec
 
-    def validate(self, target):
+    def validate(self, target: TargetSpec) -> None:
         """Refuse what cannot be trained or served with this target.
 
         Raises: UserError.
@@ -112,9 +116,12 @@ class DrafterSpec:
             )
 
 
-def auto_taps(taps, layers):
-    """The DFlash spread of `taps` tapped layers over a target's depth."""
-    spread = (layers // 2,) if taps == 1 else tuple(round(1 + i * (layers - 4) / (taps - 1)) for i in range(taps))
-    if any(b <= a for a, b in itertools.pairwise(spread)):
+def auto_taps(taps: int, layers: int) -> tuple[int, ...]:
+    """The layers that DFlash taps: `taps` of them, evenly over a target's depth.
+
+    Raises: UserError for targets too shallow for that many.
+    """
+    tapped = (layers // 2,) if taps == 1 else tuple(round(1 + i * (layers - 4) / (taps - 1)) for i in range(taps))
+    if any(b <= a for a, b in itertools.pairwise(tapped)):
         raise UserError(f"drafter.taps=auto: {layers} target layers are too few for {taps} taps; name them, e.g. drafter.taps=[0,1]")
-    return spread
+    return tapped

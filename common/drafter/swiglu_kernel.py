@@ -1,16 +1,18 @@
 """Triton kernel of SwiGLU's backward pass: both halves of the gradient and the activation from one reading of gate, up and gradient.
 
-Needs Triton, which comes with torch for CUDA. Twin: `drafter.swiglu_backward` on the CPU.
+Legend: N rows, I width of the MLP.
+Needs Triton, which comes with torch for CUDA. Twin: `backbone.swiglu_backward` on the CPU.
 """
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 TILE, WARPS = 1024, 4
 
 
-def swiglu_backward(act_gradient_NI, gate_up_N2I):
+def swiglu_backward(act_gradient_NI: Tensor, gate_up_N2I: Tensor) -> tuple[Tensor, Tensor]:
     """Gradient of gate and up [N, 2I], and silu(gate) * up [N, I]; float32 inside. All contiguous."""
     N, I = act_gradient_NI.shape  # noqa: E741
     gradient_N2I, act_NI = torch.empty_like(gate_up_N2I), torch.empty_like(act_gradient_NI)

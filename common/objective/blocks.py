@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from common.data.rows import Row
-from common.drafter import attention
+from common.drafter.block_mask import MaskSpec, PacketMask, packet_mask
 from common.seeds import generator
 
 GAMMA = {8: 4.0, 10: 5.0, 16: 7.0}
@@ -74,7 +74,7 @@ class Blocks:
     labels_AK: torch.Tensor
     valid_AK: torch.Tensor
     weights_AK: torch.Tensor
-    mask: attention.PacketMask
+    mask: PacketMask
 
     def to(self, device):
         """The same blocks on a device; to CUDA from pinned memory and without waiting."""
@@ -116,5 +116,5 @@ def build_blocks(
         valid_AK=valid_AK,
         weights_AK=(valid_AK * np.exp(-(slot_K - 1) / gamma)).astype(np.float32),
     )
-    mask = attention.packet_mask(attention.MaskSpec(T, len(anchor_A), block_size), anchor_A, lo_A, keep_A, window)
+    mask = packet_mask(MaskSpec(T, len(anchor_A), block_size), anchor_A, lo_A, keep_A, window)
     return Blocks(**{name: torch.from_numpy(array) for name, array in arrays.items()}, mask=mask)
