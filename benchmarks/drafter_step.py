@@ -1,33 +1,33 @@
 """The drafter's step, forward and backward with the head's loss, without the optimiser, at the Qwen3-8B shape.
 
-    python benchmarks/drafter_step.py [--tiny] [--profile] [--check] [--sweep]
+    python -m benchmarks.drafter_step [--tiny] [--profile] [--check]
 
---profile adds where the step's time goes, by class of kernel. Instead of the times, --check compares loss and gradients with the float32
-twin on fresh rows and runs 200 packets that may neither wait for the device nor compile; --sweep times the attention kernels alone, over
-their options.
+--profile adds where the step's time goes, by class of kernel. --check, instead of the times: the useful work against torch's own count,
+loss and gradients against the float32 twin on fresh rows, and 200 packets that may neither wait for the device nor compile; it exits with
+code 1 if one of these does not hold.
 """
 
 import argparse
 import dataclasses
 import gc
-import sys
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import measure
 from common import compile_cache
 from common.cli import run_script
 from common.config import ObjectiveConfig
 from common.data.rows import Row
-from common.drafter import attention
-from common.drafter.attention import attention_kernel
+from common.drafter import block_mask
 from common.drafter.backbone import Drafter
 from common.drafter.spec import FULL, SLIDING, DrafterSpec
-from common.objective.block_loss import base_loss
-from common.objective.blocks import build_blocks, draw_anchors
+from common.objective.block_loss import Result, base_loss
+from common.objective.blocks import Blocks, build_blocks, draw_anchors
 from common.target.vocabulary import Vocabulary
 
 SPEC = DrafterSpec(
@@ -42,11 +42,7 @@ TINY = dataclasses.replace(
 )  # fmt: skip
 RECOMPUTE = True
 CASES = {"full": [(3072, 1, 512), (12288, 4, 2048)], "tiny": [(128, 1, 32), (256, 4, 64)]}
-TILINGS = {  # queries, keys, warps, stages, stages over masked tiles
-    "forward": [(128, 64, 8, 3, 1), (128, 64, 8, 3, 2), (128, 64, 8, 3, 3), (128, 64, 8, 2, 2), (128, 64, 8, 4, 1), (128, 128, 8, 2, 1)],
-    "queries": [(128, 64, 8, 3, 1), (128, 64, 8, 3, 2), (128, 64, 8, 2, 2), (128, 64, 8, 2, 1), (128, 32, 8, 3, 2), (128, 32, 8, 4, 1)],
-    "keys": [(64, 128, 8, 3, 1), (64, 128, 8, 3, 2), (64, 128, 8, 2, 2), (64, 128, 8, 2, 1), (32, 128, 8, 4, 2), (128, 128, 8, 1, 1)],
-}
+"""Tokens, documents and anchors of a packet."""
 KERNEL_CLASSES = {  # the first class with a matching part of the kernel's name
     "attention": ("flex_attention", "_attention"),
     "head": ("cross_entropy",),
@@ -56,10 +52,10 @@ KERNEL_CLASSES = {  # the first class with a matching part of the kernel's name
 }
 
 
-def useful_flop(spec, row_tokens, anchors, visible_pairs):
+def useful_flop(spec: DrafterSpec, row_tokens: int, anchors: int, pairs: int) -> dict[str, int]:
     """{part: FLOP} of a step, nothing recomputed: three products per matrix (forward, two gradients), two per row of the frozen head.
 
-    Attention counts what torch's FlopCounterMode counts for flash attention (its backward 2.5 forwards) over the visible pairs alone.
+    Attention counts what torch's FlopCounterMode counts for flash attention (its backward 2.5 forwards) over the visible `pairs` alone.
     What is not computed here counts too, so that figures compare with those of other trainers: the gradient of the features (0.7%), the
     last layer's rows without a label (0.7%), the first layer's queries, keys and values of masked slots, which are all alike (1.6%).
     """
@@ -68,18 +64,18 @@ def useful_flop(spec, row_tokens, anchors, visible_pairs):
     layer = 2 * D * (T * 2 * key + Q * (2 * query + 2 * key + 3 * spec.intermediate_size))
     return {
         "matrices": 3 * (2 * T * len(spec.taps) * D * D + spec.layers * layer),
-        "attention": int(3.5 * 4 * query * visible_pairs) * spec.layers,
+        "attention": int(3.5 * 4 * query * pairs) * spec.layers,
         "head": 2 * 2 * anchors * (spec.block_size - 1) * spec.vocab_size * D,
     }
 
 
-def visible_pairs(blocks, spec):
+def visible_pairs(blocks: Blocks, spec: DrafterSpec) -> int:
     """Visible (query, key) pairs of a packet in a full layer."""
-    context = (blocks.anchor_A - blocks.lo_A)[blocks.keep_A].sum().item()
+    context = int((blocks.anchor_A - blocks.lo_A)[blocks.keep_A].sum())
     return spec.block_size * (context + spec.block_size * int(blocks.keep_A.sum()))
 
 
-def random_row(generator, row_tokens, documents, vocab_size, even=True):
+def random_row(generator: np.random.Generator, row_tokens: int, documents: int, vocab_size: int, even: bool = True) -> Row:
     """A row of random tokens, fully supervised: documents of equal length, or of random ones with random unsupervised tokens."""
     if even:
         starts = np.arange(documents) * (row_tokens // documents)
@@ -91,18 +87,25 @@ def random_row(generator, row_tokens, documents, vocab_size, even=True):
     return Row(generator.integers(0, vocab_size, row_tokens).astype(np.int32), document_start, loss_mask, row_tokens, documents)
 
 
-def draw_blocks(spec, row, anchors, number=0):
+def draw_blocks(spec: DrafterSpec, row: Row, anchors: int, number: int = 0) -> Blocks:
     """A packet's blocks, on the host."""
     anchor, keep = draw_anchors(row, anchors, seed=0, number=number)
     return build_blocks(row, anchor, keep, spec.block_size, spec.mask_token_id, window=spec.window)
 
 
+def even_packet(spec: DrafterSpec, case: tuple[int, int, int]) -> tuple[Blocks, int]:
+    """The blocks of one of CASES, on the host, and their visible pairs."""
+    row_tokens, documents, anchors = case
+    blocks = draw_blocks(spec, random_row(np.random.default_rng(0), row_tokens, documents, spec.vocab_size), anchors)
+    return blocks, visible_pairs(blocks, spec)
+
+
 class Step:
     """A drafter of random weights with a random vocabulary, and its forward and backward on one packet."""
 
-    def __init__(self, spec, dtype, device, compiled=True, checkpointing=False, seed=0):
-        self.spec, self.device = spec, device
-        generator = torch.Generator(device).manual_seed(seed)
+    def __init__(self, spec: DrafterSpec, dtype: torch.dtype, device: torch.device, compiled: bool = True, checkpointing: bool = False):
+        self.spec = spec
+        generator = torch.Generator(device).manual_seed(0)
         draw = {"generator": generator, "device": device, "dtype": dtype}
         self.model = Drafter(spec, dtype, device, checkpointing)
         with torch.no_grad():
@@ -110,31 +113,46 @@ class Step:
                 parameter.normal_(0, 0.02, generator=generator) if parameter.dim() > 1 else parameter.fill_(1.0)
         embedding, head = (torch.randn(spec.vocab_size, spec.hidden_size, **draw).mul_(0.02) for _ in range(2))
         self.vocabulary = Vocabulary(embedding, head, 1.0, None)
-        self.draw = lambda rows: torch.randn(rows, len(spec.taps) * spec.hidden_size, **draw)
+        self._draw = draw
         self.forward = compile_cache.handle("drafter", self._run, device, (id(self),), recompute=RECOMPUTE) if compiled else self._run
 
-    def _run(self, *inputs):
+    def _run(self, *inputs: Any) -> torch.Tensor:
         return self.model(*inputs)
 
-    def __call__(self, features, blocks, head="fused"):
+    def features(self, rows: int) -> torch.Tensor:
+        """Random features of a target: [rows, M*D]."""
+        return torch.randn(rows, len(self.spec.taps) * self.spec.hidden_size, **self._draw)
+
+    def __call__(self, features_TF: torch.Tensor, blocks: Blocks, head: Literal["fused", "checkpoint"] = "fused") -> Result:
         self.model.zero_grad(set_to_none=True)
-        embeddings = self.vocabulary.embed(blocks.tokens_U)
-        hidden = self.forward(embeddings, blocks.positions_AK, features, blocks.context_positions_T, blocks.mask)
-        result = base_loss(hidden, self.vocabulary, blocks, ObjectiveConfig(head=head))
+        embeddings_UD = self.vocabulary.embed(blocks.tokens_U)
+        hidden_AJD = self.forward(embeddings_UD, blocks.positions_AK, features_TF, blocks.context_positions_T, blocks.mask)
+        result = base_loss(hidden_AJD, self.vocabulary, blocks, ObjectiveConfig(head=head))
         result.loss_sum.backward()
         return result
 
-    def gradients(self):
-        return {name: parameter.grad.float() for name, parameter in self.model.named_parameters()}
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Of the last step, by parameter, in float32."""
+        return {name: parameter.grad.float() for name, parameter in self.model.named_parameters() if parameter.grad is not None}
 
 
-def measure_case(spec, dtype, device, case, ceiling, repeats, profile=False, checkpointing=False):
+def measure_case(
+    spec: DrafterSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    case: tuple[int, int, int],
+    ceiling: float,
+    repeats: int,
+    profile: bool = False,
+    checkpointing: bool = False,
+) -> None:
+    """Report the time of a step on one of CASES against the ceiling, a rate in TFLOP/s."""
     row_tokens, documents, anchors = case
     forget_steps()
     step = Step(spec, dtype, device, checkpointing=checkpointing)
-    blocks = draw_blocks(spec, random_row(np.random.default_rng(0), row_tokens, documents, spec.vocab_size), anchors)
-    flop = useful_flop(spec, row_tokens, anchors, visible_pairs(blocks, spec))
-    features, blocks = step.draw(row_tokens), blocks.to(device)
+    blocks, pairs = even_packet(spec, case)
+    flop = useful_flop(spec, row_tokens, anchors, pairs)
+    features, blocks = step.features(row_tokens), blocks.to(device)
     times = measure.timed(lambda: step(features, blocks), device, repeats=repeats)
     tflops = measure.tflops(sum(flop.values()), times)
     measure.report(
@@ -157,14 +175,14 @@ def measure_case(spec, dtype, device, case, ceiling, repeats, profile=False, che
         report_profile(lambda: step(features, blocks), device, case)
 
 
-def forget_steps():
+def forget_steps() -> None:
     """Free the drafters of earlier cases, which their compiled kernels hold, or they count in this one's memory."""
     compile_cache.reset()
     torch._dynamo.reset()
     gc.collect()
 
 
-def report_profile(function, device, case, steps=3, top=25):
+def report_profile(function: Callable[[], object], device: torch.device, case: tuple[int, int, int], steps: int = 3, top: int = 25) -> None:
     """Where a step's time goes: per class of kernel, then the kernels that take the most."""
     activities = [torch.profiler.ProfilerActivity.CUDA if device.type == "cuda" else torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities) as profiler:
@@ -183,36 +201,68 @@ def report_profile(function, device, case, steps=3, top=25):
         print(f"{time_ms:9.3f} ms {count:5d}x  {kind:16s} {name}", flush=True)
 
 
-def check(device, tiny):
-    """Loss and every gradient of the fast step against the slow twin in float32; then 200 packets without a wait or a compile."""
+def check(device: torch.device, tiny: bool) -> bool:
+    """Report whether counts, values and steadiness are as they should be; returns whether they all are."""
     spec = dataclasses.replace(TINY if tiny else SPEC, layers=2, taps=(0, 2), layer_types=(FULL, SLIDING), window=80)
     if not tiny:
         spec = dataclasses.replace(spec, hidden_size=1024, intermediate_size=1536, heads=8, kv_heads=2, vocab_size=4096, mask_token_id=4095)
-    row_tokens, anchors = CASES["tiny" if tiny else "full"][0][::2]
-    generator = np.random.default_rng()
-    forget_steps()
+    row_tokens, anchors = (256, 64) if tiny else (3072, 512)
+    generator = np.random.default_rng(0)
+    good = check_useful_flop(device)
     for dtype in (torch.float32, torch.bfloat16):
-        fast, slow = Step(spec, dtype, device), Step(spec, torch.float32, torch.device(device), compiled=False)
-        slow.model.load_state_dict(fast.model.state_dict())
-        slow.vocabulary = Vocabulary(fast.vocabulary.embedding.float(), fast.vocabulary.head.float(), 1.0, None)
+        forget_steps()
+        step = Step(spec, dtype, device)
         row = random_row(generator, row_tokens, 7, spec.vocab_size, even=False)
-        blocks, features = draw_blocks(spec, row, anchors).to(device), fast.draw(row_tokens)
-        dense = dataclasses.replace(blocks, mask=blocks.mask._replace(full_tiles=None, sliding_tiles=None))
-        losses = fast(features, blocks).loss_sum.item(), slow(features.float(), dense, head="checkpoint").loss_sum.item()
-        truth = slow.gradients()
-        errors = {name: ((g - truth[name]).norm() / truth[name].norm()).item() for name, g in fast.gradients().items()}
-        worst = max(errors, key=errors.get)
-        error = abs(losses[0] - losses[1]) / losses[1]
-        good = max(error, errors[worst]) < (1e-3 if dtype == torch.float32 else 3e-2)
-        measure.report(
-            device, benchmark="drafter_step_check", dtype=str(dtype), loss_error=error, worst=worst, error=errors[worst], good=good
-        )
-    steady(fast, device, generator, row_tokens, anchors, packets=5 if tiny else 200)
+        good &= check_values(step, dtype, draw_blocks(spec, row, anchors).to(device), device)
+    return steady(step, device, generator, row_tokens, anchors, packets=5 if tiny else 200) and good
 
 
-def steady(step, device, generator, row_tokens, anchors, packets):
+def check_useful_flop(device: torch.device) -> bool:
+    """`useful_flop` against torch's count of a tiny step on the CPU, and the visible pairs against a mask that is written out.
+
+    There the path of plain products computes all pairs, and attention's backward pass costs two forwards.
+    """
+    spec, anchors, row_tokens = TINY, 8, 24
+    queries, query = anchors * spec.block_size, spec.heads * spec.head_dim
+    step = Step(spec, torch.float32, torch.device("cpu"))
+    blocks, features_TF = even_packet(spec, (row_tokens, 1, anchors))[0], step.features(row_tokens).requires_grad_()
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        step(features_TF, blocks)
+    flop = useful_flop(spec, row_tokens, anchors, queries * (row_tokens + queries))
+    not_computed = 6 * anchors * spec.hidden_size * (query + 3 * spec.intermediate_size)  # slot 0 of the last layer
+    not_computed += 6 * (queries - anchors - 1) * spec.hidden_size * (spec.heads + 2 * spec.kv_heads) * spec.head_dim  # the mask token's
+    expected = flop["matrices"] + flop["head"] + flop["attention"] * 3 / 3.5 - not_computed
+    uneven = draw_blocks(spec, random_row(np.random.default_rng(1), 64, 3, spec.vocab_size, even=False), anchors)
+    dense = block_mask.dense_mask(block_mask.MaskSpec(64, anchors, spec.block_size), uneven.anchor_A, uneven.lo_A, uneven.keep_A)
+    empty_slots = spec.block_size * int((~uneven.keep_A).sum())  # they see themselves
+    good = counter.get_total_flops() == expected and visible_pairs(uneven, spec) == int(dense.sum()) - empty_slots
+    row_tokens, _, anchors = CASES["full"][0]
+    useful_tflop = sum(useful_flop(SPEC, row_tokens, anchors, even_packet(SPEC, CASES["full"][0])[1]).values()) / 1e12
+    measure.report(device, benchmark="drafter_step_check", check="useful work", useful_tflop=useful_tflop, good=good)
+    return good
+
+
+def check_values(step: Step, dtype: torch.dtype, blocks: Blocks, device: torch.device) -> bool:
+    """Loss and every gradient of the fast step against its slow twin in float32."""
+    twin = Step(step.spec, torch.float32, device, compiled=False)
+    twin.model.load_state_dict(step.model.state_dict())
+    twin.vocabulary = Vocabulary(step.vocabulary.embedding.float(), step.vocabulary.head.float(), 1.0, None)
+    features_TF = step.features(len(blocks.context_positions_T))
+    dense = dataclasses.replace(blocks, mask=blocks.mask._replace(full_tiles=None, sliding_tiles=None))
+    loss, truth = step(features_TF, blocks).loss_sum.item(), twin(features_TF.float(), dense, head="checkpoint").loss_sum.item()
+    true_gradients = twin.gradients()
+    errors = {name: ((g - true_gradients[name]).norm() / true_gradients[name].norm()).item() for name, g in step.gradients().items()}
+    error, worst = max((error, name) for name, error in errors.items())
+    loss_error = abs(loss - truth) / truth
+    good = max(loss_error, error) < (1e-3 if dtype == torch.float32 else 3e-2)
+    case = dict(check="values", dtype=str(dtype), loss_error=loss_error, worst=worst, error=error)
+    measure.report(device, benchmark="drafter_step_check", **case, good=good)
+    return good
+
+
+def steady(step: Step, device: torch.device, generator: np.random.Generator, row_tokens: int, anchors: int, packets: int) -> bool:
     """Fresh packets of random documents and supervised counts: no wait for the device, no compile, memory flat."""
-    features, before = step.draw(row_tokens), compile_cache.stats()["compiles"]
+    features_TF, before = step.features(row_tokens), compile_cache.stats()["compiles"]
     reserved = []
     for number in range(packets):
         row = random_row(generator, row_tokens, int(generator.integers(1, 20)), step.spec.vocab_size, even=False)
@@ -220,85 +270,28 @@ def steady(step, device, generator, row_tokens, anchors, packets):
         blocks = draw_blocks(step.spec, row, anchors, number)
         if device.type == "cuda":
             torch.cuda.set_sync_debug_mode("error")
-        step(features, blocks.to(device))
+        step(features_TF, blocks.to(device))
         if device.type == "cuda":
             torch.cuda.set_sync_debug_mode("default")
             reserved.append(torch.cuda.memory_reserved(device))
-    growth = (reserved[-1] - reserved[len(reserved) // 4]) / 2**30 if reserved else 0.0
-    measure.report(
-        device,
-        benchmark="drafter_step_steady",
-        packets=packets,
-        compiles=compile_cache.stats()["compiles"] - before,
-        reserved_growth_gib=growth,
-    )
+    growth_gib = (reserved[-1] - reserved[len(reserved) // 4]) / 2**30 if reserved else 0.0
+    compiles = compile_cache.stats()["compiles"] - before
+    good = compiles == 0 and growth_gib < 0.1
+    case = dict(check="steady", packets=packets, compiles=compiles, reserved_growth_gib=growth_gib)
+    measure.report(device, benchmark="drafter_step_check", **case, good=good)
+    return good
 
 
-def sweep(device, tiny, repeats):
-    """Times of the attention alone at one layer of the 8B shape: each kernel over its tilings, then whole beside the other twins."""
-    spec, (row_tokens, documents, anchors) = (TINY, CASES["tiny"][0]) if tiny else (SPEC, CASES["full"][0])
-    dtype, queries = torch.float32 if tiny else torch.bfloat16, anchors * spec.block_size
-    blocks = draw_blocks(spec, random_row(np.random.default_rng(0), row_tokens, documents, spec.vocab_size), anchors)
-    product_flop = 2 * spec.heads * spec.head_dim * visible_pairs(blocks, spec)
-    plan = blocks.mask.to(device)
-    mask = attention.SparseMask(attention.MaskSpec(row_tokens, anchors, spec.block_size), plan, plan.full_tiles, None)
-    draw = lambda rows, heads: torch.randn(rows, heads, spec.head_dim, device=device, dtype=dtype, requires_grad=True)  # noqa: E731
-    inputs = [draw(queries, spec.heads), *(draw(rows, spec.kv_heads) for rows in (row_tokens, row_tokens, queries, queries))]
-    gradient = torch.randn_like(inputs[0])
-    report = lambda **case: measure.report(device, benchmark="attention_sweep", **case)  # noqa: E731
-
-    def time_whole(name, attend, mask):
-        run = compile_cache.handle(f"attention_{name}", lambda q, k, v, bk, bv, mask: attend(q, (k, v), (bk, bv), mask), device)
-        both = measure.timed(lambda: torch.autograd.grad(run(*inputs, mask), inputs, gradient), device, repeats=repeats)
-        forward = measure.timed(lambda: run(*inputs, mask), device, repeats=repeats)
-        report(kernel=name, forward_ms=forward.median_ms, backward_ms=both.median_ms - forward.median_ms)
-
-    if device.type == "cuda":
-        for kernel, products, run in kernel_runs(inputs, gradient, mask):
-            best = (float("inf"), attention_kernel.TILING[kernel])
-            for tiling in TILINGS[kernel]:
-                attention_kernel.TILING[kernel] = tiling
-                try:
-                    times = measure.timed(run, device, repeats=repeats)
-                except Exception as error:  # a tiling that does not fit the chip is an answer, too
-                    report(kernel=kernel, tiling=tiling, error=f"{type(error).__name__}: {error}"[:160])
-                    continue
-                best = min(best, (times.median_ms, tiling))
-                report(kernel=kernel, tiling=tiling, **times._asdict(), tflops=measure.tflops(products * product_flop, times))
-            attention_kernel.TILING[kernel] = best[1]
-            report(kernel=kernel, best=best[1], median_ms=best[0])
-        time_whole("kernel", attention.attend_kernel, mask)
-        time_whole("flex", attention.attend_flex, mask)
-    else:
-        time_whole("dense", attention.attend_dense, attention.dense_mask(mask.spec, *plan[:3]))
-
-
-def kernel_runs(inputs, gradient, mask):
-    """(kernel, products it makes of a tile, a call that runs it alone) for the three kernels of the drafter's attention."""
-    leaves, intervals = [x.detach() for x in inputs], mask.plan[:3]
-    static = mask.spec.block_size, 0
-    forward = lambda: attention_kernel.attention(*leaves, *intervals, mask.tiles.key_ranges, *static)  # noqa: E731
-    out, lse = forward()
-    by_queries = lambda: attention_kernel.backward_queries(gradient, leaves, intervals, out, lse, *static)  # noqa: E731
-    delta = by_queries()[-1]
-    by_keys = lambda: attention_kernel.backward_keys(gradient, leaves, intervals, mask.tiles.key_ranges, lse, delta, *static)  # noqa: E731
-    return ("forward", 2, forward), ("queries", 3, by_queries), ("keys", 4, by_keys)
-
-
-def main(arguments):
+def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for flag in ("tiny", "profile", "check", "sweep"):
+    for flag in ("tiny", "profile", "check"):
         parser.add_argument(f"--{flag}", action="store_true")
-    asked = parser.parse_args(arguments)
+    asked = parser.parse_args(argv)
     device = measure.device_of(asked.tiny)
+    if asked.check:
+        return 0 if check(device, asked.tiny) else 1
     spec, dtype, repeats = (TINY, torch.float32, 2) if asked.tiny else (SPEC, torch.bfloat16, 10)
     cases = CASES["tiny" if asked.tiny else "full"]
-    if asked.check:
-        check(device, asked.tiny)
-    if asked.sweep:
-        sweep(device, asked.tiny, repeats)
-    if asked.check or asked.sweep:
-        return
     size, seconds = (128, 0.01) if asked.tiny else (8192, 2.0)
     ceiling = measure.ceiling_tflops(device, dtype, size)
     for case in cases:
@@ -306,6 +299,7 @@ def main(arguments):
     measure_case(spec, dtype, device, cases[0], ceiling, repeats, checkpointing=True)
     sustained = measure.sustained_tflops(device, dtype, size, seconds)
     measure.report(device, benchmark="ceiling", seconds=seconds, sustained_tflops=sustained, ceiling_tflops=ceiling)
+    return 0
 
 
 if __name__ == "__main__":

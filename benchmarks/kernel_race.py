@@ -1,6 +1,6 @@
 """Two threads call FlexAttention on one device while new shapes keep compiling: which guard survives?
 
-    python benchmarks/kernel_race.py [--seconds 20] [--tiny]
+    python -m benchmarks.kernel_race [--seconds 20] [--tiny]
 
 The undeterministic twin of tests/test_kernels.py; common/compile_cache.py tells the story. Modes, each in a process of its own:
 - `singleton`: one `torch.compile(flex_attention)` for all;
@@ -18,39 +18,41 @@ import itertools
 import multiprocessing
 import os
 import random
-import sys
 import threading
 import time
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.nn.attention import flex_attention as flex
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import measure
 from common import compile_cache
 from common.cli import run_script
 from common.errors import UserError
 
 TOKENS, HEAD_DIM, THREADS, WARM_CALLS = 256, 64, 2, 20
+Guard = Callable[[torch.device, str], Callable[[int], Callable[..., torch.Tensor]]]
+"""For a device and a backend: a function from a number of heads to the attention to call."""
 PATIENCE_S = 120.0
 """What a mode gets beyond its seconds, to end its last compiles."""
 COLUMNS = ("mode", "calls", "errors", "retries", "shapes", "compiled", "stuck", "hangs")
 
 
-def main(arguments):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=20, help="per mode")
     parser.add_argument("--tiny", action="store_true", help="on the CPU, without inductor")
-    args = parser.parse_args(arguments)
-    device, backend = measure.device_of(args.tiny), "aot_eager" if args.tiny else "inductor"
+    parser.add_argument("--warm-calls", type=int, default=WARM_CALLS, help="of shapes that exist, between two new ones")
+    asked = parser.parse_args(argv)
+    device, backend = measure.device_of(asked.tiny), "aot_eager" if asked.tiny else "inductor"
     os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # a hit in the disk cache traces nothing and hides the race
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     print("|", " | ".join(COLUMNS), "|\n|", " | ".join(["---"] * len(COLUMNS)), "|", flush=True)
     spawn = multiprocessing.get_context("spawn")
     for mode in GUARDS:
         results = spawn.Queue()
-        process = spawn.Process(target=_run, args=(results, mode, device, backend, args.seconds))
+        process = spawn.Process(target=_run, args=(results, mode, device, backend, asked.seconds, asked.warm_calls))
         process.start()
         while results.empty() and process.is_alive():
             time.sleep(0.1)
@@ -62,22 +64,24 @@ def main(arguments):
         print("|", " | ".join(str(result[c]) for c in COLUMNS), "|", flush=True)
 
 
-def _run(results, *arguments):
+def _run(results: Any, *arguments: Any) -> None:
     result = run(*arguments)
     if result["hangs"]:
         faulthandler.dump_traceback()  # where
     results.put(result)
 
 
-def run(mode, device, backend, seconds):
+def run(mode: str, device: torch.device, backend: str, seconds: float, warm_calls: int) -> dict[str, Any]:
     """Run one mode; `other` holds a message of each kind of error that is not the refusal."""
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 10**6
     if device.type == "cpu":
-        flex._validate_device = lambda *_: None  # it refuses gradients there; only the race matters here
+        setattr(flex, "_validate_device", lambda *_: None)  # noqa: B010  it refuses gradients there; only the race matters here
     attend, heads, existing = GUARDS[mode](device, backend), itertools.count(1), []
-    calls, refusals, other = [], [], {}
+    calls: list[int] = []
+    refusals: list[int] = []
+    other: dict[str, str] = {}
 
-    def call(H):
+    def call(H: int) -> bool:
         calls.append(H)
         query, key, value = (torch.randn(1, H, TOKENS, HEAD_DIM, device=device, requires_grad=True) for _ in range(3))
         try:
@@ -88,14 +92,15 @@ def run(mode, device, backend, seconds):
                 refusals.append(H)
             else:
                 other[type(error).__name__] = str(error)[:200]
+            return False
 
-    def work(seed):
+    def work(seed: int) -> None:
         draw = random.Random(seed)
         while time.monotonic() < deadline_s:
             H = next(heads)
             if call(H):
                 existing.append(H)
-            for _ in range(WARM_CALLS):
+            for _ in range(warm_calls):
                 call(draw.choice(existing))
 
     existing.append(next(heads))
@@ -119,15 +124,16 @@ def run(mode, device, backend, seconds):
     }
 
 
-def singleton(device, backend):
+def singleton(device: torch.device, backend: str) -> Callable[[int], Callable[..., torch.Tensor]]:
     compiled = torch.compile(flex.flex_attention, backend=backend, dynamic=False)
     return lambda H: compiled
 
 
-def dict_with_lock(device, backend):
-    compiled, lock = {}, threading.Lock()
+def dict_with_lock(device: torch.device, backend: str) -> Callable[[int], Callable[..., torch.Tensor]]:
+    compiled: dict[tuple[torch.device, int], Callable[..., torch.Tensor]] = {}
+    lock = threading.Lock()
 
-    def attend(H):
+    def attend(H: int) -> Callable[..., torch.Tensor]:
         with lock:
             if (device, H) not in compiled:
                 compiled[device, H] = torch.compile(flex.flex_attention, backend=backend, dynamic=False)
@@ -136,11 +142,11 @@ def dict_with_lock(device, backend):
     return attend
 
 
-def cache(device, backend):
+def cache(device: torch.device, backend: str) -> Callable[[int], Callable[..., torch.Tensor]]:
     return lambda H: compile_cache.handle("attend", flex.flex_attention, device, (H, TOKENS, HEAD_DIM), backend)
 
 
-GUARDS = {"singleton": singleton, "dict": dict_with_lock, "cache": cache}
+GUARDS: dict[str, Guard] = {"singleton": singleton, "dict": dict_with_lock, "cache": cache}
 
 if __name__ == "__main__":
     run_script(main)

@@ -4,7 +4,8 @@ import itertools
 import json
 import statistics
 import time
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,19 +13,21 @@ from common.errors import UserError
 
 
 class Times(NamedTuple):
+    """Of the calls that were timed."""
+
     median_ms: float
     min_ms: float
     max_ms: float
 
 
-def timed(function, device, warmup=3, repeats=10):
+def timed(function: Callable[[], object], device: torch.device, warmup: int = 3, repeats: int = 10) -> Times:
     """Run `function` and time each of `repeats` calls.
 
     On CUDA by the device's own clock and without waiting in between, as training runs: the host is ahead, or its delay counts.
     """
     for _ in range(warmup):
         function()
-    if torch.device(device).type == "cuda":
+    if device.type == "cuda":
         torch.cuda.synchronize(device)
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 2)]
         for mark in marks[:-1]:
@@ -42,32 +45,33 @@ def timed(function, device, warmup=3, repeats=10):
     return Times(statistics.median(times_ms), min(times_ms), max(times_ms))
 
 
-def ceiling_tflops(device, dtype=torch.bfloat16, size=8192):
+def ceiling_tflops(device: torch.device, dtype: torch.dtype = torch.bfloat16, size: int = 8192) -> float:
     """Rate of a size-cubed product of random matrices, the most that a step made of products could reach here."""
     one, other = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return tflops(2 * size**3, timed(lambda: one @ other, device))
 
 
-def sustained_tflops(device, dtype=torch.bfloat16, size=8192, seconds=2.0):
+def sustained_tflops(device: torch.device, dtype: torch.dtype = torch.bfloat16, size: int = 8192, seconds: float = 2.0) -> float:
     """The ceiling's product again, after `seconds` of nothing else: what the chip's power limit leaves of it for as long as it takes."""
     one, other = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     once_s = timed(lambda: one @ other, device).median_ms / 1e3
     return tflops(2 * size**3, timed(lambda: one @ other, device, warmup=int(seconds / once_s), repeats=50))
 
 
-def copy_bytes_per_s(device, size_bytes=2**31):
+def copy_bytes_per_s(device: torch.device, size_bytes: int = 2**31) -> float:
     """Rate of a copy on the device (bytes read plus bytes written), the most that an elementwise pass could reach here."""
     one, other = (torch.empty(size_bytes, dtype=torch.uint8, device=device) for _ in range(2))
     return 2 * size_bytes / timed(lambda: one.copy_(other), device).median_ms * 1e3
 
 
-def tflops(flop, times):
+def tflops(flop: float, times: Times) -> float:
+    """The rate at which the median call did that work."""
     return flop / times.median_ms / 1e9
 
 
-def peak_gib(function, device):
+def peak_gib(function: Callable[[], object], device: torch.device) -> float:
     """Most memory allocated while `function` runs, what was there before included; 0 on CPU."""
-    if torch.device(device).type != "cuda":
+    if device.type != "cuda":
         function()
         return 0.0
     torch.cuda.synchronize(device)
@@ -77,14 +81,14 @@ def peak_gib(function, device):
     return torch.cuda.max_memory_allocated(device) / 2**30
 
 
-def report(device, **case):
+def report(device: torch.device, **case: Any) -> None:
     """Print one case as a JSON line, with the device and the versions it was measured on."""
-    name = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "cpu"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     rounded = {key: round(value, 4) if isinstance(value, float) else value for key, value in case.items()}
     print(json.dumps(rounded | {"device": name, "torch": torch.__version__, "cuda": torch.version.cuda}), flush=True)
 
 
-def device_of(tiny):
+def device_of(tiny: bool) -> torch.device:
     """The CPU for a tiny run, else the GPU that the numbers are about. Raises: UserError if there is none."""
     if not (tiny or torch.cuda.is_available()):
         raise UserError("this benchmark measures a GPU and finds none; use --tiny to see it run on the CPU")

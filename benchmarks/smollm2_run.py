@@ -1,6 +1,6 @@
 """One real run from nothing but a GGUF file: SmolLM2-135M-Instruct writes conversations, a drafter learns from them, and decodes.
 
-    python benchmarks/smollm2_run.py --gguf SmolLM2-135M-Instruct.Q4_1.gguf --prompts HumanEval.jsonl.gz --work data/smollm2
+    python -m benchmarks.smollm2_run --gguf SmolLM2-135M-Instruct.Q4_1.gguf --prompts HumanEval.jsonl.gz --work data/smollm2
 
 Stages: convert, synthesize, pack, then train and evaluate for each variant; what --work already holds is not made again. Variants differ
 from the preset (`base`) in one thing each, at equal documents, to see what moves the acceptance length most; --data does the same for
@@ -17,19 +17,19 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
-
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
 
 from common.cli import run_script
 from common.data.packing import pack_rows
 from common.data.store import TokenStore
 from common.errors import UserError
 
+REPOSITORY = Path(__file__).resolve().parent.parent
 PRESET, TOPICS = (REPOSITORY / "launch/presets" / name for name in ("smollm2_135m.yaml", "smollm2_135m_topics.txt"))
 ROW_DOCUMENTS, ANCHORS = 32, 128  # conversations of a step, blocks of a conversation
 STAGES = ("convert", "synthesize", "pack", "train", "evaluate", "speed")
@@ -41,7 +41,7 @@ DATA = {  # what is trained on: a share of each file
     "own2": {"own2": 1.0},
     "quarter": {"own": 0.25},
 }
-VARIANTS = {
+VARIANTS: dict[str, list[str]] = {
     "base": [],
     "ce": ["objective.loss=ce"],
     "lk": ["objective.loss=lk"],
@@ -57,7 +57,7 @@ VARIANTS = {
     "layers8": ["drafter.layers=8"],
     "init_target": ["drafter.init=target_layers"],
 }
-DECODINGS = {
+DECODINGS: dict[str, list[str | int]] = {
     "chain": [],
     "tree16": ["--mode", "tree", "--tree-budget", 16],
     "tree64": ["--mode", "tree", "--tree-budget", 64],
@@ -67,7 +67,7 @@ DECODINGS = {
 }
 
 
-def main(argv):
+def main(argv: Sequence[str]) -> None:
     arguments = parse_arguments(argv)
     run = RealRun(arguments)
     for stage in ("convert", "synthesize", "pack"):
@@ -85,15 +85,16 @@ def main(argv):
 class RealRun:
     """The stages, each a command line a user would type, and the report they fill."""
 
-    def __init__(self, arguments):
+    def __init__(self, arguments: argparse.Namespace):
         self.arguments, self.work, self.out = arguments, arguments.work, arguments.out or arguments.work
         self.work.mkdir(parents=True, exist_ok=True)
         self.out.mkdir(parents=True, exist_ok=True)
         self.target, self.writing = self.work / "target", threading.Lock()
-        self.report = {"seconds": {}, "conversations": {}, "variants": {name: {} for name in arguments.variants}}
+        self.report: dict[str, dict[str, Any]] = {"seconds": {}, "conversations": {}, "variants": {name: {} for name in arguments.variants}}
         self.files = sorted({"own", *DATA[arguments.data]})
 
-    def timed(self, stage, *variant):
+    def timed(self, stage: str, *variant: str) -> None:
+        """Run a stage, and write its seconds and all reports so far."""
         begun_s = time.monotonic()
         getattr(self, stage)(*variant)
         name, seconds = ".".join([stage, *variant]), round(time.monotonic() - begun_s, 1)
@@ -102,7 +103,8 @@ class RealRun:
             self.report["seconds"][name] = seconds
             (self.out / "report.json").write_text(json.dumps(self.report, indent=1) + "\n")
 
-    def convert(self):
+    def convert(self) -> None:
+        """A folder that transformers loads, from the GGUF file."""
         if self.target.exists():
             return
         if not self.arguments.gguf:
@@ -115,7 +117,7 @@ class RealRun:
                     joined.write(piece.read_bytes())
         script("prepare_data.py", "convert", "--gguf", file, "--output", self.target)
 
-    def synthesize(self):
+    def synthesize(self) -> None:
         """The training conversations, and the target's own answers to the benchmark's prompts."""
         a = self.arguments
         for name in self.files:
@@ -142,12 +144,13 @@ class RealRun:
         write_rows(self.work / "benchmark_prompts.jsonl", asked)
         self.write("regenerate", "--input", self.work / "benchmark_prompts.jsonl", "--output", self.work / "benchmark.jsonl")
 
-    def write(self, command, *more):
+    def write(self, command: str, *more: object) -> None:
+        """Have the target write."""
         a = self.arguments
         how = ["--max-tokens", a.max_tokens, "--keep", "cut", "loop", *(["duplicate"] if command == "regenerate" else [])]
         script("prepare_data.py", command, "--target", self.target, "--batch-size", a.batch_size, *how, *more)
 
-    def pack(self):
+    def pack(self) -> None:
         """A store to train on, and one of held-out conversations and of the benchmark's answers to validate on."""
         a = self.arguments
         rows = {name: read_rows(self.work / f"{name}.jsonl") for name in self.files}
@@ -157,15 +160,17 @@ class RealRun:
         self.pack_store(self.work / a.data, self.work / f"{a.data}_train.jsonl")
         self.pack_store(self.work / "heldout", self.work / "own_heldout.jsonl", self.work / "benchmark.jsonl")
 
-    def pack_store(self, folder, *files):
+    def pack_store(self, folder: Path, *files: Path) -> None:
+        """A token store of conversation files, if it is not there yet."""
         if not folder.exists():
             script("prepare_data.py", "pack", *files, "--target", self.target, "--output", folder)
 
-    def train(self, variant):
+    def train(self, variant: str) -> None:
+        """Train on as many documents as every other variant."""
         data = self.work / self.arguments.data
         store = TokenStore.open(data)
         tokens_per_row = -(-int(ROW_DOCUMENTS * store.lengths.mean()) // 128) * 128
-        rows = len(pack_rows(store.lengths, tokens_per_row, tokens_per_row, "truncate", 0))
+        rows = len(pack_rows(store.lengths, tokens_per_row, tokens_per_row, "truncate", seed=0))
         steps = round(self.arguments.documents * rows / len(store))
         folder = self.run_folder(variant)
         begun_s = time.monotonic()
@@ -187,17 +192,17 @@ class RealRun:
             "median_tokens_per_s": rates[len(rates) // 2] if rates else None,
             "curve": [[record[key] for key in ("step", "loss", "tau")] for record in records if "loss" in record][::5],
             "heldout_tau": {key: value for key, value in validated[-1].items() if key.startswith("heldout_tau")},
-            "walk_tau_by_step": {record["step"]: record["heldout_tau"] for record in validated},
+            "heldout_tau_by_step": {record["step"]: record["heldout_tau"] for record in validated},
         }
         with self.writing:
             self.report["variants"][variant]["train"] = trained
 
-    def evaluate(self, variant):
+    def evaluate(self, variant: str) -> None:
         """Speculative decoding in every way asked for."""
         for decoding in self.arguments.decodings:
             self.timed("decode", variant, decoding)
 
-    def decode(self, variant, decoding):
+    def decode(self, variant: str, decoding: str) -> None:
         """One way of decoding; it waits for the host, so several processes share the devices and the prompts."""
         groups = {
             "humaneval": [{"prompt": row["prompt"]} for row in read_rows(self.arguments.prompts)][: self.arguments.limit],
@@ -215,24 +220,25 @@ class RealRun:
             processes.append(subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, env=alone))
         if any([process.wait() for process in processes]):
             raise UserError("an evaluation failed; its reason stands above")
-        answers = {name: [] for name in groups}
+        answers: dict[str, list[dict[str, Any]]] = {name: [] for name in groups}
         for i, shard in enumerate(shards):
             evaluated = json.loads((self.out / f"shard{i}.json").read_text())["per_prompt"]
             for (name, _), answer in zip(shard, evaluated, strict=True):
                 answers[name].append(answer)
         self.report["variants"][variant][decoding] = {name: acceptance(found) for name, found in answers.items()}
 
-    def speed(self, variant):
+    def speed(self, variant: str) -> None:
         """Against plain decoding, alone on the device."""
         write_rows(self.out / "speed.jsonl", [{"prompt": row["prompt"]} for row in read_rows(self.arguments.prompts)][:8])
         subprocess.run(self.evaluation(variant, self.out / "speed"), cwd=REPOSITORY, check=True)
         evaluated = json.loads((self.out / "speed.json").read_text())
         self.report["variants"][variant]["speed"] = {key: evaluated[key] for key in ("prompts", "tokens", "speedup", "lossless", "tau")}
 
-    def run_folder(self, variant):
+    def run_folder(self, variant: str) -> Path:
         return self.work / "runs" / f"{self.arguments.data}_{variant}"
 
-    def evaluation(self, variant, prompts, *more):
+    def evaluation(self, variant: str, prompts: Path, *more: object) -> list[str]:
+        """The command line that decodes `prompts`.jsonl into `prompts`.json."""
         command = [
             sys.executable, "evaluate_drafter.py", "--drafter", self.run_folder(variant) / "export/latest", "--target", self.target,
             "--prompts", f"{prompts}.jsonl", "--json", f"{prompts}.json",
@@ -241,7 +247,7 @@ class RealRun:
         return [str(part) for part in command]
 
 
-def acceptance(answers):
+def acceptance(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """tau, the histogram of accepted drafts, and the share of verifications that accept slot k, given that slot k-1 was."""
     accepted = [n for answer in answers for n in answer["accepted"]]
     at_least = [sum(n >= slot for n in accepted) for slot in range(max(accepted) + 1)]
@@ -256,28 +262,33 @@ def acceptance(answers):
     }
 
 
-def script(*command):
-    command = [sys.executable, *(str(part) for part in command)]
+def script(name: str, *arguments: object) -> None:
+    """Run a script of the repository. Raises: UserError if it fails."""
+    command = [sys.executable, name, *map(str, arguments)]
     print("$", " ".join(command[1:]), flush=True)
     done = subprocess.run(command, cwd=REPOSITORY)
     if done.returncode:
-        raise UserError(f"{command[1]} ended with code {done.returncode}")
+        raise UserError(f"{name} ended with code {done.returncode}; its reason stands above")
 
 
-def read_rows(path):
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSONL file, packed or not."""
     with gzip.open(path, "rt") if path.suffix == ".gz" else open(path) as file:
         return [json.loads(line) for line in file]
 
 
-def write_rows(path, rows):
+def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Write a JSONL file."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def count_lines(path):
+def count_lines(path: Path) -> int:
+    """Lines of a file, 0 if there is none."""
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def parse_arguments(argv):
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """What was asked for, checked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gguf", type=Path, nargs="+", help="the file, or its pieces in order")
     parser.add_argument("--prompts", type=Path, required=True, help="HumanEval.jsonl.gz: rows with a `prompt`")

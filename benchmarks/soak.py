@@ -1,8 +1,8 @@
 """Twenty thousand steps with targets that dawdle: nothing may hang, leak, or come out of order.
 
-    python benchmarks/soak.py [--steps 20000] [--folder DIR]
+    python -m benchmarks.soak [--steps 20000] [--folder DIR]
 
-The tests' tiny target on CPU under torchrun: 3 targets, 2 drafters, averaging every 7 steps, a checkpoint every 70, captures that
+A tiny target on CPU under torchrun: 3 targets, 2 drafters, averaging every 7 steps, a checkpoint every 70, captures that
 sleep up to 20 ms at random. Every drafter compares each packet's number with the one it computes for itself; every rank notes its
 memory. Prints one JSON line; exits 1 if anything is not as it should be.
 """
@@ -15,28 +15,29 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import serve_targets
 import train_drafter
 from benchmarks import tiny
-from common import cli
-from common.data.schedule import TRAIN
+from common.cli import run_script
+from common.data.schedule import TRAIN, Assignment
 
 TARGETS, DRAFTERS, SYNC, CHECKPOINT = 3, 2, 7, 70
 SAMPLE_S = 0.5
-GROWTH_MIB = 8.0  # more than an allocator's noise between the first fifth of a run and its end
+GROWTH_MIB = 8.0  # more than an allocator's noise between the early part of a run and its end
 
 
 class DawdlingServer(serve_targets.Server):
     """A target that is slow one time in five."""
 
-    def __init__(self, plan, context):
-        super().__init__(plan, context)
-        self._draw, self._memory = random.Random(context.index), MemoryNotes(f"target{context.index}")
+    def warm(self) -> None:
+        super().warm()
+        self._draw, self._memory = random.Random(self.context.index), MemoryNotes(f"target{self.context.index}")
 
-    def capture(self, assignment, buffer):
+    def capture(self, assignment: Assignment, buffer: Any) -> None:
         if self._draw.random() < 0.2:
             time.sleep(self._draw.uniform(0, 0.02))
         self._memory.take(assignment.step)
@@ -44,13 +45,13 @@ class DawdlingServer(serve_targets.Server):
 
 
 class CountingTrainer(train_drafter.Trainer):
-    """A drafter that knows which packet is due without asking the schedule: the drafters take turns."""
+    """A drafter that knows which packet is due without asking the schedule: each drafter gets every DRAFTERS-th."""
 
-    def __init__(self, plan, context, stop):
-        super().__init__(plan, context, stop)
-        self._taken, self._memory = 0, MemoryNotes(f"drafter{context.index}")
+    def warm(self) -> None:
+        super().warm()
+        self._taken, self._memory = 0, MemoryNotes(f"drafter{self.context.index}")
 
-    def take(self, assignment, target, phase="step"):
+    def take(self, assignment: Assignment, target: int, phase: str = "step") -> Any:
         packet = super().take(assignment, target, phase)
         if assignment.kind == TRAIN:
             due = self._taken * DRAFTERS + self.context.index
@@ -63,25 +64,27 @@ class CountingTrainer(train_drafter.Trainer):
 class MemoryNotes:
     """Resident memory of this process by step, two lines a second."""
 
-    def __init__(self, name):
+    def __init__(self, name: str):
         self._file, self._next = open(f"{os.environ['SOAK_NOTES']}/{name}.txt", "a", buffering=1), 0.0  # noqa: SIM115
 
-    def take(self, step):
+    def take(self, step: int) -> None:
+        """Write a line if the last one is old enough."""
         if time.monotonic() > self._next:
             self._next = time.monotonic() + SAMPLE_S
             pages = int(Path("/proc/self/statm").read_text().split()[1])
             self._file.write(f"{step} {pages * os.sysconf('SC_PAGE_SIZE') / 2**20:.2f}\n")
 
 
-def growth_mib(notes, steps):
-    """How much a process grew between the first fifth of the run and its last tenth: difference of the medians."""
+def growth_mib(notes: Path, steps: int) -> float:
+    """How much a process grew between the run's second and third tenth and its last: difference of the medians."""
     samples = [tuple(map(float, line.split())) for line in notes.read_text().splitlines()]
     early = sorted(mib for step, mib in samples if 0.1 * steps < step <= 0.3 * steps)
     late = sorted(mib for step, mib in samples if step > 0.9 * steps)
     return late[len(late) // 2] - early[len(early) // 2]
 
 
-def soak(folder, steps):
+def soak(folder: Path, steps: int) -> int:
+    """Run the job in `folder` and print its result; returns the exit code."""
     preset, run, notes = tiny.make_preset(folder), folder / "run", folder / "notes"
     notes.mkdir()
     command = [
@@ -91,7 +94,8 @@ def soak(folder, steps):
         "--standalone",
         "--nproc_per_node",
         str(TARGETS + DRAFTERS),
-        __file__,
+        "-m",
+        "benchmarks.soak",
         "--rank",
     ]
     overrides = [f"topology.drafters={DRAFTERS}", f"sync.every={SYNC}", f"checkpoint.every={CHECKPOINT}", f"optim.steps={steps}"]
@@ -122,9 +126,9 @@ def soak(folder, steps):
     return 0 if passed else 1
 
 
-def main(argv):
+def main(argv: Sequence[str]) -> int:
     if argv[:1] == ["--rank"]:
-        train_drafter.Server, train_drafter.Trainer = DawdlingServer, CountingTrainer
+        vars(train_drafter).update(Server=DawdlingServer, Trainer=CountingTrainer)
         return train_drafter.main(argv[1:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20_000)
@@ -135,4 +139,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    cli.run_script(main)
+    run_script(main)

@@ -17,17 +17,25 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parent.parent
 WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
 """These tests are about ranks on CPUs; a box with one GPU would refuse three of them."""
+PRELOAD = ["pytest", "torch.distributed", "transformers.models.qwen3.modeling_qwen3", "train_drafter", "prepare_data"]
+"""What ranks import: seconds for each of them, if the process that they are forked from had not done it once."""
+
+
+def fork_context():
+    """Where ranks are forked: one server for the session, which the first process that is asked for starts with what it preloads then."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
 
 
 class Job:
-    """Ranks of train_drafter.py, forked from a process that has already imported everything, so that a job starts in an instant.
+    """Ranks of a script, forked from a process that has already imported everything, so that a job starts in an instant.
 
-    `sabotage(rank)` runs in each rank before the script. `output` is what all ranks printed.
+    `script` is a module with a `main(argv)`; `sabotage(rank)` runs in each rank before it. `output` is what all ranks printed.
     """
 
     def __init__(self, arguments, ranks=1, sabotage=None, script="train_drafter"):
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "transformers.models.qwen3.modeling_qwen3", script])
+        context = fork_context()
         self._folder = tempfile.TemporaryDirectory()
         self._log = Path(self._folder.name) / "output"
         variables = {"OMP_NUM_THREADS": "1"} | WITHOUT_GPUS
@@ -86,8 +94,7 @@ def run_ranks(worker, ranks, *args, timeout_s=60):
     `worker` is a module-level function; the default process group is up while it runs. A failing rank's traceback is raised here,
     and ranks that have not answered after `timeout_s` are named and killed.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed"])
+    context = fork_context()
     with tempfile.TemporaryDirectory() as folder:
         processes, pipes = [], {}
         for rank in range(ranks):

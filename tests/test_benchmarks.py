@@ -1,28 +1,94 @@
-"""The benchmarks of target, links and whole steps run: one that no longer does is found on the day it is needed, on a rented GPU."""
+"""Every benchmark runs and says what it should: one that no longer does is found on the day it is needed, on a rented GPU."""
 
 import json
 
 import pytest
-from ranks import run_script, torchrun
+from ranks import Job, run_script
+
+pytestmark = pytest.mark.benchmark
 
 
-def cases_of(done):
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+def cases_of(name, *arguments, ranks=1):
+    """What `python -m benchmarks.NAME` prints, case by case."""
+    with Job(arguments, ranks, script=f"benchmarks.{name}") as job:
+        assert set(job.wait(timeout_s=120)) == {0}, job.output[-4000:]
+        return [json.loads(line) for line in job.output.splitlines() if line.startswith("{")]
 
 
-def test_target_capture_is_one_json_line_a_case():
-    cases = cases_of(run_script("benchmarks/target_capture.py", "--tiny"))
-    assert cases and all(case["ktok_per_s"] > 0 and case["device"] == "cpu" for case in cases)
+@pytest.mark.parametrize("name", ["drafter_step", "head_loss", "optimizer_step", "target_capture"])
+def test_times_of_a_part(name):
+    """Who runs it on a GPU compares these with the tables of benchmarks/README.md."""
+    cases = cases_of(name, "--tiny")
+    times = [case for case in cases if "median_ms" in case]
+    assert len(times) >= 2
+    assert all(0 < case["min_ms"] <= case["median_ms"] <= case["max_ms"] and case["torch"] and case["device"] == "cpu" for case in times)
+
+
+def test_drafter_step_says_where_the_time_goes():
+    """The share of the ceiling and the profile are what the work on the step is steered by."""
+    cases = cases_of("drafter_step", "--tiny", "--profile")
+    steps = [case for case in cases if case["benchmark"] == "drafter_step"]
+    assert [case["activation_checkpointing"] for case in steps] == [False, False, True]
+    for step in steps:
+        assert step["share_of_ceiling"] == pytest.approx(step["tflops"] / step["ceiling_tflops"], abs=2e-4)
+    profiles = [case for case in cases if case["benchmark"] == "drafter_step_profile"]
+    assert len(profiles) == 2 and all(sum(v for k, v in case.items() if k.endswith(" ms")) > 0 for case in profiles)
+    assert cases[-1]["sustained_tflops"] > 0
+
+
+def test_drafter_step_checks_itself():
+    """If the useful work is not what torch counts, every share of the ceiling is wrong; if the values are not, so is every time."""
+    cases = cases_of("drafter_step", "--tiny", "--check")
+    assert [case["check"] for case in cases] == ["useful work", "values", "values", "steady"]
+    assert all(case["good"] for case in cases)
+    assert cases[0]["useful_tflop"] == pytest.approx(72.5, abs=0.2)  # the figure in README.md, of the 8B shape
+
+
+def test_head_loss_checks_itself():
+    """Two products a slot, no more: the share of the ceiling is measured against this count."""
+    cases = cases_of("head_loss", "--check")
+    assert cases[0]["counted"] == cases[0]["useful"] > 0
+
+
+def test_attention_sweep_runs():
+    """The tilings of the kernels come from it."""
+    cases = cases_of("attention_sweep", "--tiny")
+    assert cases[-1]["forward_ms"] > 0
 
 
 def test_end_to_end_compares_the_whole_with_its_parts():
     """The efficiency decides whether overlapping work is worth the trouble: it must be the ratio that its docstring says."""
-    (case,) = cases_of(run_script("benchmarks/end_to_end.py", "--tiny"))
+    (case,) = cases_of("end_to_end", "--tiny", "--steps", "3")
     parts = 1 / (1 / case["target_ktok_per_s"] + 1 / case["drafter_ktok_per_s"])
     assert case["efficiency"] == pytest.approx(case["ktok_per_s"] / parts, rel=1e-2)
 
 
 def test_scaling_counts_targets_and_drafters():
-    (case,) = cases_of(torchrun("benchmarks/scaling.py", "--drafters", "2", "--tiny", ranks=3))
+    """The figures of two GPUs and of eight are compared by it."""
+    (case,) = cases_of("scaling", "--drafters", "2", "--tiny", "--steps", "5", ranks=3)
     assert (case["targets"], case["drafters"]) == (1, 2) and case["ktok_per_s"] > 0
+
+
+@pytest.mark.parametrize("weights", ["random", "real"])
+def test_decode_times_every_way_of_decoding(weights, tiny_target, tiny_preset, tmp_path):
+    """From the break-even acceptance length a user reads whether a drafter pays on his GPU."""
+    folders = []
+    if weights == "real":
+        with Job(["--config", tiny_preset, f"log.dir={tmp_path}/run", "optim.steps=1"]) as job:
+            assert job.wait() == [0], job.output[-4000:]
+        (tmp_path / "prompts.jsonl").write_text('{"prompt": "count 7"}\n{"prompt": "count 30"}\n')
+        folders = ["--target", tiny_target, "--drafter", tmp_path / "run/export/latest", "--prompts", tmp_path / "prompts.jsonl"]
+    cases = cases_of("decode", "--tiny", *folders)
+    assert [case["method"] for case in cases] == ["plain", "chain", "tree of 16", "tree of 64", "tree of 256"]
+    assert all(case["break_even_tau"] > 0 and case["tokens"] == cases[0]["tokens"] for case in cases[1:])
+
+
+def test_kernel_race_runs_every_guard():
+    """An error of the cache here is an error on the GPU; a naive guard that fails for another reason makes the comparison worthless."""
+    done = run_script("-m", "benchmarks.kernel_race", "--tiny", "--seconds", "0.01", "--warm-calls", "1")
+    assert done.returncode == 0, done.stderr[-4000:]
+    *naive, cache = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [case["mode"] for case in naive] == ["singleton", "dict"]
+    assert all(case["other"] == {} and case["compiled"] + case["errors"] >= case["shapes"] for case in naive)
+    assert cache["errors"] == 0 and cache["other"] == {} and not (cache["stuck"] or cache["hangs"])
+    assert cache["compiled"] == cache["shapes"] < cache["calls"]

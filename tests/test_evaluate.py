@@ -7,7 +7,6 @@ import torch
 from conftest import build_target
 
 import evaluate_drafter
-from benchmarks import decode
 from common.config import DrafterConfig
 from common.data.chat import Chat, load_tokenizer
 from common.data.prompts import read_prompts
@@ -183,12 +182,3 @@ def test_table_survives_a_run_without_verifications():
     summary = summarize([Answer([1], [2])], [], BLOCK) | {"tree_budget": None, "seconds_speculative": 1.0}
     about = {"temperature": 0, "block_size": BLOCK, "dtype": "float32", "device": "cpu", "prompt_lookup_tau": None, "loops": 0.0}
     assert "chain" in table(summary | about | {"runs": [summary], "per_prompt": []})
-
-
-def test_benchmark_of_decoding_runs(tiny_target, drafter_folder, prompts_file, capsys):
-    """Lost otherwise: a benchmark found broken on the day it is needed, on a rented GPU."""
-    decode.main(["--tiny"])
-    decode.main(["--tiny", "--target", str(tiny_target), "--drafter", str(drafter_folder), "--prompts", str(prompts_file)])
-    cases = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [case["method"] for case in cases] == ["plain", "chain", "tree of 16", "tree of 64", "tree of 256"] * 2
-    assert all(case["tokens_per_s"] > 0 and case["tau"] >= 1 for case in cases)
