@@ -24,7 +24,7 @@ from common import config_reader
 from common.cli import run_script
 from common.config import Config
 from common.distributed import jobs
-from common.distributed.layout import WorkerContext
+from common.distributed.context import WorkerContext
 from common.training.plan import make_plan
 from serve_targets import Server
 from train_drafter import Trainer
