@@ -2,9 +2,14 @@
 
 import json
 import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+
+import prepare_data
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -15,7 +20,7 @@ VOCABULARY_ROWS = 272  # 256 bytes, the special tokens, and unused rows for the 
 
 
 @pytest.fixture(scope="session")
-def tiny_target(tmp_path_factory):
+def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a random 4-layer Qwen3 target (hidden 32, float32, untied head) with a byte-level tokenizer."""
     folder = tmp_path_factory.mktemp("tiny_target")
     build_target(folder)
@@ -23,7 +28,7 @@ def tiny_target(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def tiny_conversations(tmp_path_factory):
+def tiny_conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """JSONL file of 48 short conversations in the `messages` shape."""
     path = tmp_path_factory.mktemp("conversations") / "train.jsonl"
     path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in conversations(48, seed=0)))
@@ -31,13 +36,13 @@ def tiny_conversations(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def tiny_store(tiny_target, tiny_conversations, tmp_path_factory):
+def tiny_store(tiny_target: Path, tiny_conversations: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Token store of `tiny_conversations`, written by `prepare_data.py pack`."""
     return pack(tiny_target, tiny_conversations, tmp_path_factory.mktemp("store") / "train")
 
 
 @pytest.fixture(scope="session")
-def tiny_heldout(tiny_target, tmp_path_factory):
+def tiny_heldout(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Token store of six held-out conversations."""
     folder = tmp_path_factory.mktemp("heldout")
     (folder / "heldout.jsonl").write_text("".join(json.dumps({"messages": m}) + "\n" for m in conversations(6, seed=1)))
@@ -45,7 +50,7 @@ def tiny_heldout(tiny_target, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def tiny_preset(tiny_target, tiny_store, tmp_path_factory):
+def tiny_preset(tiny_target: Path, tiny_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Config file of a run of 12 small steps on the tiny target, float32 throughout, without validation and TensorBoard."""
     path = tmp_path_factory.mktemp("preset") / "tiny.yaml"
     path.write_text(
@@ -64,12 +69,12 @@ def tiny_preset(tiny_target, tiny_store, tmp_path_factory):
     return path
 
 
-def build_target(folder, seed=0, **changes):
+def build_target(folder: Path, seed: int = 0, **changes: Any) -> None:
     """Write a random target; `changes` override its config, e.g. hidden_size=48."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    shape = dict(
+    shape: dict[str, Any] = dict(
         vocab_size=VOCABULARY_ROWS,
         hidden_size=32,
         intermediate_size=64,
@@ -90,7 +95,7 @@ def build_target(folder, seed=0, **changes):
     build_tokenizer(folder)
 
 
-def build_tokenizer(folder):
+def build_tokenizer(folder: Path) -> None:
     """Write a tokenizer of one token per byte and the ChatML template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -105,21 +110,19 @@ def build_tokenizer(folder):
     wrapped.save_pretrained(folder)
 
 
-def conversations(count, seed):
+def conversations(count: int, seed: int) -> Iterator[list[dict[str, str]]]:
     """Short counting games: enough regularity to learn from in a few steps."""
     draw = random.Random(seed)
     for _ in range(count):
-        start, turns = draw.randrange(50), []
+        start, messages = draw.randrange(50), []
         for _ in range(draw.randint(1, 2)):
-            turns.append({"role": "user", "content": f"count {start}"})
-            turns.append({"role": "assistant", "content": " ".join(str(start + i) for i in range(draw.randint(2, 9)))})
+            messages.append({"role": "user", "content": f"count {start}"})
+            messages.append({"role": "assistant", "content": " ".join(str(start + i) for i in range(draw.randint(2, 9)))})
             start += draw.randint(1, 5)
-        yield turns
+        yield messages
 
 
-def pack(target, conversations_file, folder):
-    from ranks import run_script
-
-    done = run_script("prepare_data.py", "pack", conversations_file, "--target", target, "--output", folder)
-    assert done.returncode == 0, done.stderr
+def pack(target: Path, conversations_file: Path, folder: Path) -> Path:
+    """Run `prepare_data.py pack`; returns the store's folder."""
+    prepare_data.main(["pack", str(conversations_file), "--target", str(target), "--output", str(folder)])
     return folder

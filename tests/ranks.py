@@ -12,7 +12,11 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable, Iterable, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from typing import IO, Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
@@ -21,7 +25,7 @@ PRELOAD = ["pytest", "torch.distributed", "transformers.models.qwen3.modeling_qw
 """What ranks import: seconds for each of them, if the process that they are forked from had not done it once."""
 
 
-def fork_context():
+def fork_context() -> ForkServerContext:
     """Where ranks are forked: one server for the session, which the first process that is asked for starts with what it preloads then."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
@@ -34,7 +38,13 @@ class Job:
     `script` is a module with a `main(argv)`; `sabotage(rank)` runs in each rank before it. `output` is what all ranks printed.
     """
 
-    def __init__(self, arguments, ranks=1, sabotage=None, script="train_drafter"):
+    def __init__(
+        self,
+        arguments: Iterable[object],
+        ranks: int = 1,
+        sabotage: Callable[[int], object] | None = None,
+        script: str = "train_drafter",
+    ):
         context = fork_context()
         self._folder = tempfile.TemporaryDirectory()
         self._log = Path(self._folder.name) / "output"
@@ -49,16 +59,16 @@ class Job:
         for process in self.processes:
             process.start()
 
-    def __enter__(self):
+    def __enter__(self) -> "Job":
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         for process in self.processes:
             process.kill()
             process.join()
         self._folder.cleanup()
 
-    def _host_store(self):
+    def _host_store(self) -> int:
         """The rendezvous store lives here, as it does in torchrun's agent: it outlives every rank."""
         import torch.distributed
 
@@ -66,13 +76,15 @@ class Job:
         return self._store.port
 
     @property
-    def output(self):
+    def output(self) -> str:
         return self._log.read_text(errors="replace") if self._log.exists() else ""
 
-    def signal(self, rank, number):
-        os.kill(self.processes[rank].pid, number)
+    def signal(self, rank: int, number: int) -> None:
+        pid = self.processes[rank].pid
+        assert pid is not None
+        os.kill(pid, number)
 
-    def wait(self, timeout_s=60):
+    def wait(self, timeout_s: float = 60) -> list[int | None]:
         """Exit codes by rank, negative for signals; fails when the job takes longer."""
         deadline = time.monotonic() + timeout_s
         for rank, process in enumerate(self.processes):
@@ -80,7 +92,8 @@ class Job:
             assert process.exitcode is not None, f"rank {rank} has not ended in {timeout_s} s\n{self.output[-4000:]}"
         return [process.exitcode for process in self.processes]
 
-    def wait_until(self, condition, timeout_s=60):
+    def wait_until(self, condition: Callable[[], object], timeout_s: float = 60) -> None:
+        """Return when the condition holds; fails when that takes longer, or when the job has ended without it."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, f"still waiting after {timeout_s} s\n{self.output[-4000:]}"
@@ -88,7 +101,7 @@ class Job:
             time.sleep(0.02)
 
 
-def run_ranks(worker, ranks, *args, timeout_s=60):
+def run_ranks(worker: Callable[..., Any], ranks: int, *args: Any, timeout_s: float = 60) -> list[Any]:
     """Call `worker(rank, ranks, *args)` on that many gloo ranks and return their results, by rank.
 
     `worker` is a module-level function; the default process group is up while it runs. A failing rank's traceback is raised here,
@@ -112,7 +125,9 @@ def run_ranks(worker, ranks, *args, timeout_s=60):
                 process.join()
 
 
-def torchrun(*arguments, ranks, options=(), timeout_s=120, **variables):
+def torchrun(
+    *arguments: object, ranks: int, options: Sequence[str] = (), timeout_s: float = 120, **variables: Any
+) -> subprocess.CompletedProcess[str]:
     """Run a script under torchrun to its end; returns a CompletedProcess with `stdout` and `stderr` as text."""
     process = start_torchrun(*arguments, ranks=ranks, options=options, **variables)
     try:
@@ -124,14 +139,16 @@ def torchrun(*arguments, ranks, options=(), timeout_s=120, **variables):
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-def start_torchrun(*arguments, ranks, options=(), output=subprocess.PIPE, **variables):
+def start_torchrun(
+    *arguments: object, ranks: int, options: Sequence[str] = (), output: int | IO[str] = subprocess.PIPE, **variables: Any
+) -> subprocess.Popen[str]:
     """Start a script under torchrun with its own free port; `output` may be a file that takes stdout and stderr."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), *options]
     return start([*command, *map(str, arguments)], output, **variables)
 
 
-def run_script(*arguments, timeout_s=120, **variables):
-    """Run a Python script of the repository to its end; returns a CompletedProcess with text output."""
+def run_script(*arguments: object, timeout_s: float = 120, **variables: Any) -> subprocess.CompletedProcess[str]:
+    """Run `python` in the repository's root to its end; returns a CompletedProcess with text output."""
     process = start([sys.executable, *map(str, arguments)], **variables)
     try:
         out, err = process.communicate(timeout=timeout_s)
@@ -140,13 +157,14 @@ def run_script(*arguments, timeout_s=120, **variables):
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-def start(command, output=subprocess.PIPE, **variables):
+def start(command: Sequence[str], output: int | IO[str] = subprocess.PIPE, **variables: Any) -> subprocess.Popen[str]:
+    """Start a command in the repository's root, without GPUs and without the hub."""
     environment = {**os.environ, **WITHOUT_GPUS, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **variables}
     stderr = subprocess.PIPE if output is subprocess.PIPE else subprocess.STDOUT
     return subprocess.Popen(command, stdout=output, stderr=stderr, text=True, cwd=REPOSITORY, env=environment, start_new_session=True)
 
 
-def descendants(pid):
+def descendants(pid: int) -> list[int]:
     """Process ids below `pid`, found in /proc: torchrun gives each worker a session of its own."""
     children = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -161,7 +179,7 @@ def descendants(pid):
     return found
 
 
-def stop_job(process):
+def stop_job(process: subprocess.Popen[str]) -> None:
     """Kill a job that is still running, its workers included."""
     if process.poll() is None:
         for pid in [*descendants(process.pid), process.pid]:
@@ -202,17 +220,14 @@ def _rank_main(worker, rank, ranks, args, rendezvous, timeout_s, pipe):
         pipe.send((False, traceback.format_exc()))
 
 
-def _collect(pipes, ranks, timeout_s):
-    results = {}
-    deadline = datetime.datetime.now() + datetime.timedelta(seconds=timeout_s)
-    while len(results) < ranks:
-        left_s = (deadline - datetime.datetime.now()).total_seconds()
-        waiting = [pipe for pipe, rank in pipes.items() if rank not in results]
-        ready = multiprocessing.connection.wait(waiting, max(0, left_s))
+def _collect(pipes: dict[Connection, int], ranks: int, timeout_s: float) -> list[Any]:
+    results, waiting, deadline = {}, dict(pipes), time.monotonic() + timeout_s
+    while waiting:
+        ready = multiprocessing.connection.wait(waiting, max(0.0, deadline - time.monotonic()))
         if not ready:
-            raise AssertionError(f"ranks {sorted(pipes[pipe] for pipe in waiting)} of {ranks} have not answered in {timeout_s} s")
-        for pipe in ready:
-            rank = pipes[pipe]
+            raise AssertionError(f"ranks {sorted(waiting.values())} of {ranks} have not answered in {timeout_s} s")
+        for pipe in [pipe for pipe in waiting if pipe in ready]:
+            rank = waiting.pop(pipe)
             try:
                 passed, value = pipe.recv()
             except EOFError:
