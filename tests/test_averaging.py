@@ -8,6 +8,7 @@ from ranks import run_ranks
 
 from common.config import OptimConfig, SyncConfig
 from common.distributed.comms import GroupComm
+from common.distributed.groups import Group
 from common.training.averaging import Averaging
 from common.training.optim import Optimizer
 
@@ -18,20 +19,30 @@ def replica(rank, dtype=torch.float32):
     return Optimizer([("weight", weight)], OptimConfig(), steps=10)
 
 
-def average(rank, ranks, mode, steps):
+def connected(rank, ranks, store):
+    return GroupComm(Group(dist.FileStore(store, ranks), "drafters", rank, ranks))
+
+
+def average(rank, ranks, store, mode, steps):
     """Average replicas of different weights after each of `steps`; returns what each rank then holds."""
     optimizer = replica(rank)
-    comm = GroupComm(dist.group.WORLD, rank, ranks)
+    comm = connected(rank, ranks, store)
     averaging = Averaging(SyncConfig(mode=mode, every=4), comm, optimizer, last_step=10)
     metrics = [averaging.weights(step) for step in steps]
     distances = [float(m["replica_distance"][0]) if m else None for m in metrics]
     return optimizer.masters.numpy(), optimizer.parameters[0].detach().numpy(), distances  # arrays travel by value
 
 
+@pytest.fixture
+def store(tmp_path):
+    """Path of the file through which ranks find each other."""
+    return str(tmp_path / "store")
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_replicas_are_equal_to_each_other_and_to_the_mean(ranks):
+def test_replicas_are_equal_to_each_other_and_to_the_mean(ranks, store):
     """Otherwise the exported drafter is one replica's, and the others' work is lost."""
-    results = run_ranks(average, ranks, "average", [4])
+    results = run_ranks(average, ranks, store, "average", [4])
     mean = torch.stack([replica(rank).masters for rank in range(ranks)]).mean(0)
     for rank, (masters, compute, (distance,)) in enumerate(results):
         assert np.array_equal(masters, results[0][0]), "replicas differ after an averaging"
@@ -40,36 +51,36 @@ def test_replicas_are_equal_to_each_other_and_to_the_mean(ranks):
         assert distance == pytest.approx(float((replica(rank).masters - mean).norm() / mean.norm()), rel=1e-4)
 
 
-def test_nothing_moves_between_averagings_and_the_last_step_averages():
+def test_nothing_moves_between_averagings_and_the_last_step_averages(store):
     """An averaging that a stop or a miscount adds changes what is learnt."""
-    for masters, _, distances in run_ranks(average, 2, "average", [1, 2, 3]):
+    for masters, _, distances in run_ranks(average, 2, store, "average", [1, 2, 3]):
         assert distances == [None] * 3
         assert any(np.array_equal(masters, replica(rank).masters) for rank in range(2))
-    assert all(distances[0] > 0 for _, _, distances in run_ranks(average, 2, "average", [10]))
+    assert all(distances[0] > 0 for _, _, distances in run_ranks(average, 2, f"{store}2", "average", [10]))
 
 
-def exchange(rank, ranks):
+def exchange(rank, ranks, store):
     optimizer = replica(rank)
     optimizer.gradients.fill_(rank + 1.0)
-    averaging = Averaging(SyncConfig(mode="ddp"), GroupComm(dist.group.WORLD, rank, ranks), optimizer, last_step=10)
+    averaging = Averaging(SyncConfig(mode="ddp"), connected(rank, ranks, store), optimizer, last_step=10)
     weight_sum = averaging.gradients(torch.tensor(10.0 * (rank + 1)))
     return optimizer.gradients[0].item(), weight_sum.item(), averaging.weights(4)
 
 
-def test_ddp_sums_gradients_and_weights():
+def test_ddp_sums_gradients_and_weights(store):
     """A mean of means would weigh a packet of three tokens like one of three thousand."""
-    assert run_ranks(exchange, 2) == [(3.0, 30.0, {})] * 2
+    assert run_ranks(exchange, 2, store) == [(3.0, 30.0, {})] * 2
 
 
-def average_in_bfloat16(rank, ranks):
+def average_in_bfloat16(rank, ranks, store):
     optimizer = replica(rank, torch.bfloat16)
-    Averaging(SyncConfig(every=4), GroupComm(dist.group.WORLD, rank, ranks), optimizer, last_step=10).weights(4)
+    Averaging(SyncConfig(every=4), connected(rank, ranks, store), optimizer, last_step=10).weights(4)
     return optimizer.masters.numpy(), optimizer.compute.float().numpy()
 
 
-def test_weights_in_half_precision_follow_an_averaging():
+def test_weights_in_half_precision_follow_an_averaging(store):
     """In float32 the weights are the masters themselves; in bfloat16 the next step and held-out tau would still be the single replica's."""
-    for masters, compute in run_ranks(average_in_bfloat16, 2):
+    for masters, compute in run_ranks(average_in_bfloat16, 2, store):
         assert np.array_equal(compute, torch.from_numpy(masters).bfloat16().float().numpy())
 
 
@@ -84,7 +95,7 @@ class PlusOne:
 
 def test_the_distance_is_that_of_all_weights_however_they_are_cut(monkeypatch):
     """Large drafters are averaged in chunks: the distance of the last chunk says nothing of the others."""
-    monkeypatch.setattr("common.averaging.CHUNK", 50)
+    monkeypatch.setattr("common.training.averaging.CHUNK", 50)
     optimizer = replica(0)
     mean = optimizer.masters + 1
     distance, _ = Averaging(SyncConfig(every=4), PlusOne(), optimizer, last_step=10).weights(4)["replica_distance"]

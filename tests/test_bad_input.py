@@ -45,7 +45,7 @@ ONE_RANK = {
     "heads that do not divide": (["drafter.heads=3", "drafter.kv_heads=2"], ["drafter.heads=3", "multiple of drafter.kv_heads=2"]),
     "documents longer than a row": (["data.max_document_tokens=256"], ["data.max_document_tokens=256", "data.pack_tokens=128"]),
     "more packets a step than rows": (["optim.accumulate=1000"], ["optim.accumulate=1000", "use more data"]),
-    "a single buffer": (["link.depth=1"], ["link.depth=1", "use 2"]),
+    "a single buffer": (["link.depth=1"], ["link.depth=1", "at least 2"]),
     "roles for one rank": (["topology.targets=2"], ["topology.targets=2", "torchrun"]),
     "processes without torchrun": (["topology.mode=processes"], ["topology.mode=processes", "torchrun --nproc_per_node"]),
     "a device that is not there": (

@@ -106,17 +106,17 @@ def test_a_hanging_rank_is_named(tiny_preset, tmp_path, victim, name):
 def transfer_that_never_ends(rank):
     """As on a device that hangs: the host waits for it in a phase in which waiting is no fault, and the heart goes on beating."""
     if rank == 2:
-        from common.distributed.links import _Incoming
+        from common.distributed.packet import PacketBuffer
 
-        used, calls = _Incoming.used, []
+        finish, calls = PacketBuffer.finish, []
 
         def waiting(buffer):
             calls.append(1)
             if len(calls) == 4:
                 threading.Event().wait()
-            used(buffer)
+            finish(buffer)
 
-        _Incoming.used = waiting
+        PacketBuffer.finish = waiting
 
 
 def test_a_job_that_stands_still_ends(tiny_preset, tmp_path):

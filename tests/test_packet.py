@@ -1,5 +1,6 @@
 """A packet is believed only after it was checked: what a damaged or hostile message says must not steer anything."""
 
+import contextlib
 import threading
 
 import numpy as np
@@ -10,9 +11,11 @@ from ranks import run_ranks
 
 from common.data.rows import Row
 from common.data.schedule import TRAIN, Assignment
-from common.distributed.links import STOP, P2PReceiver, P2PSender, QueueLink, QueueReceiver
+from common.distributed.groups import Pair
 from common.distributed.packet import HostMessage, PacketBuffer, PacketShape
+from common.distributed.process_link import STOP, P2PReceiver, P2PSender
 from common.distributed.status import Stopped
+from common.distributed.thread_link import Offered, QueueLink, QueueReceiver, QueueSender
 from common.errors import UserError
 
 ROW_TOKENS, DUE = 64, Assignment(TRAIN, 3, 17, 1)
@@ -63,26 +66,28 @@ def test_a_packet_that_is_not_due_is_refused_between_threads():
     """Else a drafter that is one packet behind trains on the wrong rows until the end."""
     link, buffer = QueueLink(2, threading.Event()), PacketBuffer(SHAPE)
     buffer.message.write(Row.empty(ROW_TOKENS), DUE, epoch=0, row_index=5)
-    link.filled.put(buffer)
+    link.offered.put(Offered(buffer, None))
     with pytest.raises(UserError, match="due is"):
         QueueReceiver(SHAPE, 2, {0: link}).take(Assignment(TRAIN, 3, 18, 0), 0)
 
 
-def take_another_one(rank, ranks):
+def take_another_one(rank, ranks, store):
+    pair = Pair(dist.FileStore(store, ranks), "pair", rank)
     if rank == 0:
-        sender = P2PSender(SHAPE, 2, {0: dist.group.WORLD}, staged=False)
+        sender = P2PSender(SHAPE, 2, {0: pair}, staged=False)
         buffer = sender.acquire()
         buffer.message.write(Row.empty(ROW_TOKENS), DUE, epoch=0, row_index=5)
         return sender.offer(buffer, 0)
     try:
-        P2PReceiver(SHAPE, 2, {0: dist.group.WORLD}, staged=False).take(Assignment(TRAIN, 3, 18, 0), 0)
+        P2PReceiver(SHAPE, 2, {0: pair}, staged=False).take(Assignment(TRAIN, 3, 18, 0), 0)
     except UserError as error:
-        dist.send(torch.tensor([STOP]), dst=0)
+        pair.send(torch.tensor([STOP])).wait()
         return str(error)
 
 
-def test_a_packet_that_is_not_due_is_refused_between_processes():
-    assert run_ranks(take_another_one, 2, timeout_s=20) == [False, "offered packet (kind, step, number)=(0, 3, 17), due is (0, 3, 18)"]
+def test_a_packet_that_is_not_due_is_refused_between_processes(tmp_path):
+    refused = "offered packet (kind, step, number)=(0, 3, 17), due is (0, 3, 18)"
+    assert run_ranks(take_another_one, 2, str(tmp_path / "store"), timeout_s=20) == [False, refused]
 
 
 def test_a_stop_between_threads_waits_for_the_packets_before_it():
@@ -92,3 +97,44 @@ def test_a_stop_between_threads_waits_for_the_packets_before_it():
     with pytest.raises(Stopped):
         QueueReceiver(SHAPE, 2, {0: link}).stop(DUE, 0)
     assert not link.stopped
+
+
+class EventOfOneDevice:
+    """As torch's: the first stream that records it gives it its device, and a stream of another device is refused."""
+
+    device, waited_for = None, False
+
+    def record(self, stream):
+        assert self.device in (None, stream.device), f"Event device {self.device} does not match recording stream's device {stream.device}"
+        self.device = stream.device
+
+    def synchronize(self):
+        self.waited_for = True
+
+
+class StreamOf:
+    def __init__(self, device):
+        self.device = device
+
+    def wait_stream(self, other):
+        pass
+
+
+def test_one_target_feeds_drafters_on_two_devices_from_one_buffer(monkeypatch):
+    """Else the second drafter's first packet ends the job; and a buffer that is filled while a copy still reads it is a wrong packet."""
+    monkeypatch.setattr("torch.cuda.Event", EventOfOneDevice)
+    monkeypatch.setattr("torch.cuda.stream", contextlib.nullcontext)
+    monkeypatch.setattr("torch.cuda.current_stream", lambda: StreamOf("any"))
+    links = {drafter: QueueLink(1, threading.Event()) for drafter in (0, 1)}
+    sender = QueueSender(SHAPE, 1, links, threading.Event())
+    for drafter, link in links.items():
+        receiver = QueueReceiver(SHAPE, 1, {0: link})
+        receiver._stream = StreamOf(f"cuda:{drafter}")
+        buffer = sender.acquire()
+        buffer.message.write(Row.empty(ROW_TOKENS), DUE, epoch=0, row_index=5)
+        buffer.features.fill_(drafter)
+        sender.offer(buffer, drafter)
+        assert (receiver.take(DUE, 0).features == drafter).all()
+        copied = sender._free.queue[0].copied
+        assert copied.device == f"cuda:{drafter}" and not copied.waited_for
+    assert sender.acquire() is buffer and copied.waited_for

@@ -1,21 +1,27 @@
-"""Who sits where, computed alike on every rank: a difference of opinion here is a hang on the first packet."""
+"""Which rank has which role, and who exchanges packets with whom: a difference of opinion here is a hang on the first packet."""
+
+import socket
 
 import pytest
+import torch
+import torch.distributed as dist
+from ranks import Job, run_ranks
+from test_resume import arguments, records, weights
 
 from common.config import Config
 from common.data.schedule import Schedule
-from common.distributed.layout import WorkerContext, default_drafters, split
-from common.distributed.processes import ProcessesJob
+from common.distributed.context import WorkerContext
+from common.distributed.groups import make_drafters_group, make_pairs
+from common.distributed.roles import Announcement, default_drafters, make_layout, split
 from common.errors import UserError
 
 
-def layout(who, rank=0, **topology):
-    """The layout of a job whose ranks published `who`: (role, host, agent, local rank) by global rank."""
-    job = ProcessesJob.__new__(ProcessesJob)
-    job.config, job.rank, job.world = Config(), rank, len(who)
+def layout(announced, rank=0, **topology):
+    """The layout of a job whose ranks announced (role, host, agent, local rank), by global rank."""
+    config = Config()
     for key, value in topology.items():
-        setattr(job.config.topology, key, value)
-    return job._seat_all([dict(zip(("role", "host", "agent", "local_rank"), w, strict=True)) for w in who])
+        setattr(config.topology, key, value)
+    return make_layout([Announcement(*values) for values in announced], config, rank)
 
 
 def node(host, ranks, role="drafter", agent=0):
@@ -29,45 +35,45 @@ def test_default_split(ranks, drafters):
 
 def test_one_node_of_eight():
     """The promised 6 + 2, targets on the lowest local ranks, each drafter fed by three targets in turn."""
-    contexts = layout(node("a", 8))
-    assert [m.rank for m in contexts.targets] == [0, 1, 2, 3, 4, 5]
-    assert [m.rank for m in contexts.drafters] == [6, 7]
-    fed = {d: {t.index for t, drafter in contexts.pairs() if drafter.index == d} for d in (0, 1)}
+    found = layout(node("a", 8))
+    assert [m.rank for m in found.targets] == [0, 1, 2, 3, 4, 5]
+    assert [m.rank for m in found.drafters] == [6, 7]
+    fed = {d: {t.index for t, drafter in found.pairs() if drafter.index == d} for d in (0, 1)}
     assert fed == {0: {0, 2, 4}, 1: {1, 3, 5}}
 
 
 def test_order_of_joining_changes_nothing():
-    """Two agents get global ranks in the order in which they join; the contexts must not depend on that."""
+    """Two agents get global ranks in the order in which they join; roles must not depend on that."""
     who = node("a", 4) + node("b", 4, agent=1)
     shuffled = [who[i] for i in (5, 0, 7, 2, 1, 6, 3, 4)]
 
-    def devices_of(contexts, order):
-        return {(order[m.rank][1], order[m.rank][3]): (m.role, m.index, m.group) for m in (*contexts.targets, *contexts.drafters)}
+    def roles(announced):
+        return {announced[m.rank][1::2]: (m.role, m.index, m.group) for m in layout(announced).members}
 
-    assert devices_of(layout(who), who) == devices_of(layout(shuffled), shuffled)
-
-
-def test_two_nodes_are_two_cells_that_exchange_no_packets():
-    contexts = layout(node("a", 4) + node("b", 4, agent=1))
-    assert [(m.index, m.group, m.index_in_group) for m in contexts.drafters] == [(0, 0, 0), (1, 1, 0)]
-    assert all(t.group == d.group for t, d in contexts.pairs())
+    assert roles(who) == roles(shuffled)
 
 
-def test_a_split_launch_is_one_cell_with_roles_from_the_scripts():
+def test_two_nodes_are_two_exchange_groups():
+    found = layout(node("a", 4) + node("b", 4, agent=1))
+    assert [(m.index, m.group, m.index_in_group) for m in found.drafters] == [(0, 0, 0), (1, 1, 0)]
+    assert all(t.group == d.group for t, d in found.pairs())
+
+
+def test_a_split_launch_is_one_exchange_group_with_roles_from_the_scripts():
     """Targets on one node, drafters on another: packets cross, and the counts follow from what was started."""
-    contexts = layout(node("b", 2, agent=1) + node("a", 3, role="target"))
-    assert [m.host for m in contexts.targets] == ["a"] * 3 and [m.host for m in contexts.drafters] == ["b"] * 2
-    assert {m.group for m in (*contexts.targets, *contexts.drafters)} == {0}
+    found = layout(node("b", 2, agent=1) + node("a", 3, role="target"))
+    assert [m.host for m in found.targets] == ["a"] * 3 and [m.host for m in found.drafters] == ["b"] * 2
+    assert {m.group for m in found.members} == {0}
 
 
-def test_a_split_launch_on_one_host_deals_devices_over_both_agents(monkeypatch):
+def test_a_split_launch_on_one_host_counts_devices_over_both_agents(monkeypatch):
     """Both agents start at LOCAL_RANK 0: taken literally, two ranks would share a device."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
     who = node("a", 1) + node("a", 2, role="target", agent=1)
     for rank in range(3):
-        contexts = layout(who, rank)
-        assert [m.device.index for m in (*contexts.targets, *contexts.drafters)] == [0, 1, 2]
+        found = layout(who, rank)
+        assert [m.device.index for m in found.members] == [0, 1, 2]
 
 
 def test_unequal_nodes_are_refused_with_the_difference():
@@ -81,31 +87,87 @@ def test_counts_that_do_not_add_up_are_refused(ranks, targets, drafters):
         split(ranks, targets, drafters)
 
 
+def packets(found, schedule, member):
+    return WorkerContext(member.role, member.index, None, None, None, schedule, found, None).packets()
+
+
 @pytest.mark.parametrize(("targets", "drafters"), [(t, d) for t in range(1, 7) for d in range(1, 7)])
 def test_both_sides_of_every_pair_expect_the_same_packets_in_the_same_order(targets, drafters):
-    """Nobody negotiates: if the agendas of the two ends differ by one packet, both wait for ever."""
-    contexts = layout(node("a", targets + drafters), drafters=drafters)
+    """Nobody negotiates: if the two ends differ by one packet, both wait for ever."""
+    found = layout(node("a", targets + drafters), drafters=drafters)
     schedule = Schedule(lambda epoch: 3 * drafters + 1, drafters, 1, steps=5, validation_rows=drafters + 1, validation_every=2)
-    context = lambda member: WorkerContext(member.role, member.index, None, None, None, schedule, contexts, None)  # noqa: E731
     sent, taken = {}, {}
-    for target in contexts.targets:
-        for assignment, drafter in context(target).packets():
+    for target in found.targets:
+        for assignment, drafter in packets(found, schedule, target):
             sent.setdefault((target.index, drafter), []).append(assignment)
-    for drafter in contexts.drafters:
-        for assignment, target in context(drafter).packets():
+    for drafter in found.drafters:
+        for assignment, target in packets(found, schedule, drafter):
             taken.setdefault((target, drafter.index), []).append(assignment)
     assert sent == taken
-    assert set(sent) <= {(t.index, d.index) for t, d in contexts.pairs()}
+    assert set(sent) <= {(t.index, d.index) for t, d in found.pairs()}
 
 
 @pytest.mark.parametrize(("targets", "drafters"), [(1, 1), (2, 1), (5, 2), (2, 3), (6, 4)])
 def test_a_stop_is_answered_to_every_target_exactly_once(targets, drafters):
     """A target that hears nothing waits for ever; one that is asked twice is gone the second time."""
-    contexts = layout(node("a", targets + drafters), drafters=drafters)
+    found = layout(node("a", targets + drafters), drafters=drafters)
     schedule = Schedule(lambda epoch: 50 * drafters, drafters, 1, steps=40)
     answered = []
-    for drafter in contexts.drafters:
-        answered += [
-            target for _, target in WorkerContext("drafter", drafter.index, None, None, None, schedule, contexts, None).stop_offers(7)
-        ]
+    for drafter in found.drafters:
+        context = WorkerContext("drafter", drafter.index, None, None, None, schedule, found, None)
+        answered += [target for _, target in context.stop_offers(7)]
     assert sorted(answered) == list(range(targets))
+
+
+def exchange(rank, ranks, announced, drafters, store):
+    """Make this rank's groups and use them all; returns the names of what it made and what it received."""
+    gloo, made = dist.ProcessGroupGloo, []
+
+    def noted(store, index, size, timeout):
+        made.append(size)
+        return gloo(store, index, size, timeout)
+
+    dist.ProcessGroupGloo = noted
+    found = layout(announced, drafters=drafters)
+    member = next(m for m in found.members if m.rank == rank)
+    store, received = dist.FileStore(store, ranks), {}
+    group = make_drafters_group(store, found, member, None) if member.role == "drafter" else None
+    pairs = make_pairs(store, found, member, None)
+    for other, pair in pairs.items():
+        value = torch.tensor([member.index])
+        if member.role == "target":
+            pair.send(value).wait()
+        else:
+            pair.receive(value).wait()
+            received[other] = int(value)
+    total = None if group is None else int(group.sum_(torch.ones(1)))
+    return made, sorted(pairs), received, total
+
+
+@pytest.mark.parametrize("nodes", [[(3, 1)], [(2, 1), (2, 1)], [(3, 2), (3, 2)]])
+def test_a_rank_makes_only_its_own_groups_and_all_of_them_meet(nodes, tmp_path):
+    """Groups that every rank must make cost each start more with every node; and ranks of unequal numbers of groups must still meet."""
+    announced = [rank for host, counts in enumerate(nodes) for rank in node(str(host), sum(counts))]
+    found = layout(announced, drafters=nodes[0][1])
+    results = run_ranks(exchange, len(announced), announced, nodes[0][1], str(tmp_path / "store"), timeout_s=30)
+    for member in found.members:
+        made, partners, received, total = results[member.rank]
+        pairs = [(t.index, d.index) for t, d in found.pairs() if member in (t, d)]
+        if member.role == "target":
+            assert (made, partners, total) == ([2] * len(pairs), [d for _, d in pairs], None)
+        else:
+            assert (made, partners, total) == ([len(found.drafters)] + [2] * len(pairs), [t for t, _ in pairs], len(found.drafters))
+            assert received == {t: t for t, _ in pairs}
+
+
+def two_ranks_a_host(rank):
+    socket.gethostname = lambda: f"host{rank // 2}"
+
+
+def test_two_nodes_learn_what_one_node_learns(tiny_preset, tmp_path):
+    """Packets stay within a node and averages cross it; what is learnt must not depend on where the ranks are."""
+    for name, drafters, sabotage in (("one", 2, None), ("two", 1, two_ranks_a_host)):
+        with Job(arguments(tiny_preset, tmp_path / name, f"topology.drafters={drafters}"), 4, sabotage) as job:
+            assert job.wait() == [0] * 4, job.output
+    assert records(tmp_path / "one") == records(tmp_path / "two") and records(tmp_path / "one")
+    assert weights(tmp_path / "one") == weights(tmp_path / "two")

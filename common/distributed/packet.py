@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from common.data.rows import Row
+from common.data.schedule import Assignment
 from common.errors import UserError
 
 MAGIC, VERSION = 0x4446_4C41_5348, 1
@@ -29,6 +30,7 @@ HEADER = (
     "blocked_us",
 )
 HEADER_BYTES = 16 * 8
+HOST = torch.device("cpu")
 
 
 class HostMessage:
@@ -37,7 +39,7 @@ class HostMessage:
     Shapes: buffer uint8 [128 + 9 T]: header int64 [16], tokens int32 [T], document_start int32 [T], loss_mask uint8 [T].
     """
 
-    def __init__(self, row_tokens, pinned=False):
+    def __init__(self, row_tokens: int, pinned: bool = False):
         T = row_tokens
         self.row_tokens = T
         self.buffer = torch.zeros(HEADER_BYTES + 9 * T, dtype=torch.uint8, pin_memory=pinned)
@@ -48,7 +50,8 @@ class HostMessage:
         self.document_start = self.payload[4 * T : 8 * T].view(np.int32)
         self.loss_mask = self.payload[8 * T :]
 
-    def write(self, row, assignment, epoch, row_index, busy_us=0, blocked_us=0):
+    def write(self, row: Row, assignment: Assignment, epoch: int, row_index: int, busy_us: int = 0, blocked_us: int = 0) -> None:
+        """Fill the message: a row, which packet it is, and for how long its target computed and was kept waiting."""
         self.tokens[:], self.document_start[:], self.loss_mask[:] = row.tokens, row.document_start, row.loss_mask
         values = (
             MAGIC,
@@ -67,22 +70,25 @@ class HostMessage:
         self.set("blocked_us", blocked_us)
         self.set("checksum", self._checksum())
 
-    def _checksum(self):
+    def _checksum(self) -> int:
         """Of everything but itself."""
         header = self.header.copy()
         header[HEADER.index("checksum")] = 0
-        return zlib.crc32(self.payload, zlib.crc32(header))
+        return zlib.crc32(self.payload.data, zlib.crc32(header.data))
 
-    def get(self, name):
+    def get(self, name: str) -> int:
+        """A field of the header."""
         return int(self.header[HEADER.index(name)])
 
-    def set(self, name, value):
+    def set(self, name: str, value: int) -> None:
+        """Write a field of the header."""
         self.header[HEADER.index(name)] = value
 
-    def row(self):
+    def row(self) -> Row:
+        """The row, as views on this message."""
         return Row(self.tokens, self.document_start, self.loss_mask, self.get("valid"), self.get("documents"))
 
-    def check(self, assignment):
+    def check(self, assignment: Assignment) -> None:
         """Refuse a message that is damaged or is not the packet that is due.
 
         Raises: UserError with both sides of the difference.
@@ -109,31 +115,49 @@ class HostMessage:
 
 @dataclass(frozen=True)
 class PacketShape:
-    """What every packet of a run has in common: T tokens, F values a token, and where its buffers live."""
+    """What every packet of a run has in common: T tokens, F values a token, their type, and where the buffers live."""
 
     row_tokens: int
     width: int
     dtype: torch.dtype
-    device: torch.device | None = None
+    device: torch.device = HOST
 
     @property
-    def buffer_bytes(self):
+    def buffer_bytes(self) -> int:
+        """Bytes of one packet's features."""
         return self.row_tokens * self.width * self.dtype.itemsize
 
-    def on(self, device):
+    def on(self, device: torch.device | str) -> "PacketShape":
+        """The same shape with its buffers on a device."""
         return replace(self, device=torch.device(device))
 
 
 class PacketBuffer:
     """Storage of one packet at one end of a link, allocated once.
 
-    Shapes: features [T, F] in the target's compute type, on the context's device.
+    Shapes: features [T, F] in the target's compute type on the shape's device; `staged`, their copy in pinned host memory, where
+    features of a CUDA device travel through the host, else None.
     """
 
-    def __init__(self, shape):
-        self.message = HostMessage(shape.row_tokens, pinned=shape.device.type == "cuda")
+    def __init__(self, shape: PacketShape, staged: bool = False):
+        cuda = shape.device.type == "cuda"
+        self.message = HostMessage(shape.row_tokens, pinned=cuda)
         self.features = torch.zeros(shape.row_tokens, shape.width, dtype=shape.dtype, device=shape.device)
+        self.staged = torch.empty_like(self.features, device="cpu", pin_memory=True) if staged else None
+        self.launched = torch.cuda.Event() if cuda else None
+        """Passes when the work that was launched on this buffer before the last `mark` is done."""
 
     @property
-    def row(self):
+    def row(self) -> Row:
+        """The row of the packet that lies here, as views on its message."""
         return self.message.row()
+
+    def mark(self) -> None:
+        """Work that fills or reads this buffer has been launched on the current stream."""
+        if self.launched is not None:
+            self.launched.record()
+
+    def finish(self) -> None:
+        """Wait, on the host, for the work of the last `mark`."""
+        if self.launched is not None:
+            self.launched.synchronize()

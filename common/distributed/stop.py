@@ -6,6 +6,7 @@ import socket
 import sys
 import threading
 import time
+from typing import Self
 
 INTERRUPT_GRACE_S = 20.0
 ECHO_S = 2.0  # a terminal's Ctrl-C reaches a worker twice: from the terminal and from torchrun
@@ -19,9 +20,9 @@ class StopRequest:
     A context manager: behind it signals do what they did before.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.requested = False
-        self._interrupted = None
+        self._interrupted: float | None = None
         self._end_soon = threading.Timer(INTERRUPT_GRACE_S, os._exit, [128 + signal.SIGINT])
         self._end_soon.daemon = True
         receiver, sender = socket.socketpair()
@@ -52,10 +53,10 @@ class StopRequest:
         elif now - self._interrupted > ECHO_S:
             os._exit(128 + signal.SIGINT)
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_) -> None:
         self._end_soon.cancel()
         signal.set_wakeup_fd(self._wakeup_before)
         for number, handler in self._before.items():

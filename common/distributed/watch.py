@@ -10,7 +10,12 @@ import os
 import sys
 import threading
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from common.distributed.layout import Layout, Member
+from common.distributed.status import StatusStore
 
 WORKING = ("capture", "step")  # phases that no healthy worker stays in for long
 PATIENT = ("start", "checkpoint")  # phases that may take any time
@@ -21,34 +26,36 @@ class _Seen(NamedTuple):
 
     beat: float | None
     beat_s: float
-    phase: list | None
+    phase: list[Any] | None
     phase_s: float
 
-    def overdue_s(self, now):
+    def overdue_s(self, now: float) -> float:
         """Seconds of silence or in one working phase."""
         return max(now - self.beat_s, now - self.phase_s if self.phase and self.phase[2] in WORKING else 0.0)
 
-    def waiting_s(self, now):
+    def waiting_s(self, now: float) -> float:
         """Seconds in one phase that must not take for ever."""
         return now - self.phase_s if self.phase and self.phase[2] not in PATIENT else 0.0
 
     @property
-    def step(self):
+    def step(self) -> int:
         return self.phase[1] if self.phase else 0
 
-    def __str__(self):
+    def __str__(self) -> str:
         return f"last seen at step {self.phase[1]} in {self.phase[2]}" if self.phase else "never seen"
 
 
 class Watch:
-    """Heartbeats of all ranks. `leave` before a regular end; `explain` after an error that may be somebody else's."""
+    """Heartbeats of all ranks, by a thread of its own with a connection of its own to the store.
 
-    def __init__(self, status, layout, member, timeout_s):
-        self._status, self._member, self._timeout_s = status, member, timeout_s
-        self._store = status._store.clone()
-        self._names = {m.rank: f"{m.role} {m.index} (rank {m.rank} on {m.host})" for m in (*layout.targets, *layout.drafters)}
+    `leave` before a regular end; `explain` after an error that may be somebody else's.
+    """
+
+    def __init__(self, store: dist.Store, status: StatusStore, layout: Layout, member: Member, timeout_s: float):
+        self._store, self._status, self._member, self._timeout_s = store, status, member, timeout_s
+        self._names = {m.rank: f"{m.role} {m.index} (rank {m.rank} on {m.host})" for m in layout.members}
         self._interval_s = min(timeout_s / 10, max(0.5, len(self._names) / 32))
-        self._seen = {}  # by rank, of those that have not left
+        self._seen: dict[int, _Seen] = {}  # by rank, of those that have not left
         self._left = False
         self._lock = threading.Lock()
         threading.Thread(target=self._run, daemon=True, name="watch").start()
@@ -98,12 +105,13 @@ class Watch:
         print(f"error: {what}. This is {self._names[self._member.rank]}, ending too.", file=sys.stderr, flush=True)
         os._exit(1)
 
-    def leave(self):
+    def leave(self) -> None:
+        """Tell the others that this rank is done, and stop watching them."""
         with self._lock:
             self._left = True
             self._store.set(f"beat/{self._member.rank}", json.dumps([0, 0, 0, "left"]))
 
-    def explain(self, error, lost_connection):
+    def explain(self, error: BaseException, lost_connection: bool) -> None:
         """Say whose fault it is: ours (a note for the others is left), or a rank's that died; then end the process if it is another's."""
         if not lost_connection:
             with self._lock:
@@ -122,6 +130,8 @@ class Watch:
                         self._end(f"{self._names[rank]}: {fault}, {self._seen.get(rank, 'gone')}")
                 now = time.monotonic()
                 silent = {rank: now - seen.beat_s for rank, seen in self._seen.items() if rank != self._member.rank}
-                rank = max(silent, key=silent.get, default=None)
-                if rank is not None and silent[rank] > 4 * self._interval_s:
+                if not silent:
+                    continue
+                rank = max(silent, key=silent.__getitem__)
+                if silent[rank] > 4 * self._interval_s:
                     self._end(f"{self._names[rank]}: died or fell silent {silent[rank]:.0f} s ago, {self._seen[rank]}")
