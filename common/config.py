@@ -119,6 +119,8 @@ class ObjectiveConfig:
 
 @dataclass
 class OptimConfig:
+    name: Literal["adamw", "muon"] = "adamw"
+    """`adamw`, or `muon` for the matrices and AdamW for the vectors: learns more from the same steps, at the same learning rates."""
     lr: NotNegative = 6e-4
     """Peak learning rate."""
     betas: list[Share] = field(default_factory=lambda: [0.9, 0.95])

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from common.config import OptimConfig
+from common.training.muon import orthogonal
 from common.training.optim import Optimizer, schedule
 
 
@@ -157,3 +158,73 @@ def test_schedules_on_paper():
     wsd = [schedule(config(schedule="wsd", warmup=10), 100, s) for s in (5, 10, 81, 82, 91, 100)]
     assert wsd == pytest.approx([0.5, 1, 1, 19 / 20, 10 / 20, 1 / 20])
     assert [schedule(config(warmup=0), 100, s) for s in (1, 50, 100)] == [1, 1, 1]
+
+
+def halves(name, tensor):
+    """The parts of a fused parameter: here every matrix of an even number of rows is two."""
+    return tensor.chunk(2) if len(tensor) % 2 == 0 else (tensor,)
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+def test_muon_updates_each_part_of_a_matrix_as_torch_does(clip):
+    """A fused q/k/v updated as one matrix would share one scale; and what is called Muon must be what papers measured. Vectors get AdamW."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(24, 48), torch.nn.LayerNorm(48), torch.nn.Linear(48, 15))
+    optimizer = Optimizer(model.named_parameters(), config(name="muon", clip=clip), steps=20, parts=halves)
+    matrices = {n: [part.detach().clone() for part in halves(n, p)] for n, p in model.named_parameters() if p.ndim == 2}
+    vectors = [p.detach().clone() for p in model.parameters() if p.ndim < 2]
+    muon = torch.optim.Muon([p for ps in matrices.values() for p in ps], lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(vectors, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
+    for seed in range(6):
+        inputs = torch.randn(64, 24, generator=torch.Generator().manual_seed(seed))
+        model(inputs).square().sum().backward()
+        gradients = {n: p.grad / 4 for n, p in model.named_parameters()}
+        norm = torch.cat([g.flatten() for g in gradients.values()]).norm()
+        scale = min(1.0, clip / norm.item()) if clip else 1.0
+        for name, parts in matrices.items():
+            for part, gradient in zip(parts, halves(name, gradients[name]), strict=True):
+                part.grad = gradient * scale
+        for vector, gradient in zip(vectors, [g for g in gradients.values() if g.ndim < 2], strict=True):
+            vector.grad = gradient * scale
+        before = {name: torch.cat([part.detach() for part in parts]) for name, parts in matrices.items()}
+        muon.step(), adamw.step()
+        optimizer.accumulate()
+        optimizer.step(torch.tensor(4.0))
+        with torch.no_grad():  # both go on from the same weights: torch's iterations are in bfloat16
+            for parameter, vector in zip([p for p in model.parameters() if p.ndim < 2], vectors, strict=True):
+                torch.testing.assert_close(parameter, vector, rtol=1e-5, atol=1e-6)
+            for name, parts in matrices.items():
+                mine = dict(model.named_parameters())[name]
+                moved = (torch.cat(parts) - before[name]).norm()
+                assert (mine - torch.cat(parts)).norm() < 0.05 * moved
+                for part, own in zip(parts, halves(name, mine), strict=True):
+                    part.copy_(own)
+
+
+def test_orthogonal_matrices_move_every_direction_alike():
+    """Singular values near one are what Muon is; a transposed or unscaled product would still train, only worse."""
+    for shape in ((40, 24), (24, 40), (32, 32)):
+        matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+        values = torch.linalg.svdvals(orthogonal(matrix))
+        assert values.min() > 0.3 and values.max() < 1.3
+        left, _, right = torch.linalg.svd(matrix, full_matrices=False)
+        alignment = (orthogonal(matrix) * (left @ right)).sum() / orthogonal(matrix).norm() / min(shape) ** 0.5
+        assert alignment > 0.95
+
+
+def test_muon_skips_what_is_not_finite_and_resumes_exactly():
+    """One bad packet must not poison the momentum, and a resumed run must go on as the undisturbed one."""
+    model, twin = network(), network()
+    optimizers = [Optimizer(m.named_parameters(), config(name="muon"), steps=20) for m in (model, twin)]
+    run(optimizers[0], model, range(3))
+    before = [tensor.clone() for tensor in everything(optimizers[0])]
+    model(torch.full((1, 5), torch.inf)).sum().backward()
+    optimizers[0].accumulate()
+    assert optimizers[0].step(torch.tensor(1.0))["skipped"]
+    assert all(torch.equal(a, b) for a, b in zip(before, everything(optimizers[0]), strict=True))
+    optimizers[1].masters.copy_(optimizers[0].masters)
+    optimizers[1].copy_masters_to_weights()
+    optimizers[1].load_state_tensors({k: v.clone() for k, v in optimizers[0].state_tensors().items()})
+    for optimizer, net in zip(optimizers, (model, twin), strict=True):
+        run(optimizer, net, range(4, 7))
+    assert all(torch.equal(a, b) for a, b in zip(everything(optimizers[0]), everything(optimizers[1]), strict=True))

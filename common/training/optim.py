@@ -1,4 +1,4 @@
-"""AdamW on flat float32 buffers: masters, gradients and moments, with compute weights that follow the masters.
+"""AdamW or Muon on flat float32 buffers: masters, gradients and moments, with compute weights that follow the masters.
 
 Everything is decided on the device (division, clipping, skipping), so a step never waits for the GPU.
 
@@ -6,13 +6,14 @@ Legend: P all parameters' elements; matrices come first in the flat buffers, the
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from common.config import OptimConfig
 from common.errors import UserError
+from common.training.muon import Matrix, muon_step
 
 EPSILON = 1e-8
 WSD_SHARE = 0.2
@@ -32,11 +33,18 @@ class ScaledAdamW(torch.optim.AdamW):
 class Optimizer:
     """One drafter's optimiser.
 
-    Shapes: masters, gradients, exp_avg, exp_avg_sq float32 [P]. The parameters' storage is replaced: in float32 they are views of the
-    masters, else views of one flat buffer in their own type. Build it before anything holds on to their old storage.
+    Shapes: masters, gradients, exp_avg float32 [P], exp_avg_sq the same or, with Muon, of the vectors alone. The parameters' storage is
+    replaced: in float32 they are views of the masters, else views of one flat buffer in their own type. Build it before anything holds
+    on to their old storage. `parts` gives the matrices that a fused parameter is made of, as views; Muon updates each by itself.
     """
 
-    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimConfig, steps: int):
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        config: OptimConfig,
+        steps: int,
+        parts: Callable[[str, Tensor], Iterable[Tensor]] = lambda name, tensor: (tensor,),
+    ):
         named = [(name, p) for name, p in named_parameters if p.requires_grad]
         named.sort(key=lambda pair: pair[1].ndim < 2)
         self.config, self.steps, self.steps_done = config, steps, 0
@@ -46,15 +54,25 @@ class Optimizer:
         self.masters = self.compute if dtype == torch.float32 else self.compute.float()
         for parameter, view in zip(self.parameters, self._views(self.compute), strict=True):
             parameter.data = view
-        self.gradients, self.exp_avg, self.exp_avg_sq = (torch.zeros_like(self.masters) for _ in range(3))
+        self.gradients, self.exp_avg = torch.zeros_like(self.masters), torch.zeros_like(self.masters)
+        matrices = sum(p.numel() for p in self.parameters if p.ndim >= 2)
+        self._by_adamw = matrices if config.name == "muon" else 0  # the elements from here on
+        self.exp_avg_sq = torch.zeros_like(self.masters[self._by_adamw :])
+        self._matrices = self._make_matrices(parts) if config.name == "muon" else []
         self.skipped_in_a_row = torch.zeros((), device=self.masters.device)
         self._empty = True
-        self._adamw = self._make_adamw()
+        self._adamw = self._make_adamw(matrices)
 
-    def _make_adamw(self) -> ScaledAdamW:
+    def _make_matrices(self, parts: Callable[[str, Tensor], Iterable[Tensor]]) -> list[Matrix]:
+        found = []
+        for name, *views in zip(self.names, *map(self._views, (self.masters, self.gradients, self.exp_avg)), strict=True):
+            if views[0].ndim >= 2:
+                found += [Matrix(*part) for part in zip(*(parts(name, view) for view in views), strict=True)]
+        return found
+
+    def _make_adamw(self, matrices: int) -> ScaledAdamW:
         """AdamW over the flat buffers: matrices decay, vectors do not. Its state is views of the buffers, its counts are on the device."""
-        matrices = sum(p.numel() for p in self.parameters if p.ndim >= 2)
-        spans = (slice(matrices), self.config.weight_decay), (slice(matrices, None), 0.0)
+        spans = (slice(self._by_adamw, matrices), self.config.weight_decay), (slice(matrices, len(self.masters)), 0.0)
         groups = [(span, decay) for span, decay in spans if len(self.masters[span])]
         views = [self.masters[span] for span, _ in groups]
         adamw = ScaledAdamW(
@@ -66,7 +84,8 @@ class Optimizer:
         for view, (span, _) in zip(views, groups, strict=True):
             view.grad = self.gradients[span]
             step = torch.zeros((), device=view.device)
-            adamw.state[view] = {"step": step, "exp_avg": self.exp_avg[span], "exp_avg_sq": self.exp_avg_sq[span]}
+            squares = self.exp_avg_sq[span.start - self._by_adamw : span.stop - self._by_adamw]
+            adamw.state[view] = {"step": step, "exp_avg": self.exp_avg[span], "exp_avg_sq": squares}
         return adamw
 
     @property
@@ -106,8 +125,10 @@ class Optimizer:
         self.skipped_in_a_row = (self.skipped_in_a_row + 1) * skipped
         if self.config.clip:
             divisor = divisor * (grad_norm / self.config.clip).clamp(min=1)
+        lr = self.lr(self.steps_done)
+        muon_step(self._matrices, lr, self.config.weight_decay, divisor, unchanged)
         for group in self._adamw.param_groups:
-            group["lr"] = self.lr(self.steps_done)
+            group["lr"] = lr
         self._adamw.grad_scale, self._adamw.found_inf = divisor, unchanged
         self._adamw.step()
         self.copy_masters_to_weights()
