@@ -6,22 +6,27 @@ Under train_drafter.py target ranks start here by themselves; run this script on
 """
 
 import time
+from collections.abc import Sequence
 
 import torch
 
 from common import cli, config_reader
+from common.data.schedule import Assignment
 from common.distributed import jobs
+from common.distributed.context import WorkerContext
 from common.distributed.layout import TARGET
+from common.distributed.packet import PacketBuffer
 from common.families.registry import family_options
 from common.metrics import DeviceClock
 from common.target.model import Target, load_model
-from common.training.plan import make_plan
+from common.training.opening import open_run
+from common.training.plan import RunPlan, make_plan
 
 
 class Server:
     """One target. Captures the next packet before it offers the last one, so that the device never waits for a drafter's answer."""
 
-    def __init__(self, plan, context, model=None):
+    def __init__(self, plan: RunPlan, context: WorkerContext, model: torch.nn.Module | None = None):
         self.plan, self.context = plan, context
         chosen = plan.config.target
         model = model or load_model(plan.folder, context.device, plan.shape.dtype, chosen.trust_remote_code)
@@ -29,13 +34,13 @@ class Server:
         self._busy = DeviceClock(context.device)
         self._blocked_s = 0.0
 
-    def warm(self):
+    def warm(self) -> None:
         """Run a row, so that everything is compiled before the first packet is due."""
         _, _, row = self.plan.load_row(next(self.plan.schedule.assignments()))
         out = torch.zeros(self.plan.shape.row_tokens, self.plan.shape.width, dtype=self.plan.shape.dtype, device=self.context.device)
         self.target.capture(row, out)
 
-    def capture(self, assignment, buffer):
+    def capture(self, assignment: Assignment, buffer: PacketBuffer) -> None:
         """Fill a buffer with an assignment's row and features; on CUDA the features are only launched."""
         epoch, index, row = self.plan.load_row(assignment)
         with self._busy:
@@ -44,7 +49,7 @@ class Server:
         self._blocked_s = 0.0
         buffer.message.write(row, assignment, epoch, index, busy_us, blocked_us)
 
-    def run(self):
+    def run(self) -> None:
         """Serve until the schedule ends or a drafter stops."""
         waiting = None
         for assignment, drafter in self.context.packets(self.context.status.wait("start")["step"]):
@@ -61,7 +66,7 @@ class Server:
             self._offer(*waiting)
         self.context.link.close()
 
-    def _offer(self, buffer, drafter, step):
+    def _offer(self, buffer: PacketBuffer, drafter: int, step: int) -> bool:
         self.context.status.phase(step, "offer")
         start = time.perf_counter()
         going_on = self.context.link.offer(buffer, drafter)
@@ -69,13 +74,16 @@ class Server:
         return going_on
 
 
-def main(argv):
+def main(argv: Sequence[str]) -> int:
+    """Take part in a run as a target."""
     config = config_reader.from_command_line(argv, __doc__, family_options())
     with jobs.join(config, TARGET) as job:
         plan = make_plan(config, job)
         job.agree(plan.agreement())
         job.connect(plan.shape, plan.schedule)
-        job.run(lambda context: Server(plan, context), None)
+        with open_run(plan, job) as start:
+            if not start.finished:
+                job.run(lambda context: Server(plan, context), None)
     return 0
 
 

@@ -40,7 +40,10 @@ import contextlib
 import sys
 import threading
 import time
+import traceback
+from collections.abc import Callable, Generator, Hashable
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -77,12 +80,20 @@ _stats_lock = threading.Lock()
 
 _cold_lock = threading.RLock()
 
-_handles = {}
+_handles: dict[Hashable, Callable[..., Any]] = {}
 
 _frozen = False
 
 
-def handle(name, function, device, signature=(), backend=None, recompute=False, **options):
+def handle(
+    name: str,
+    function: Callable[..., Any],
+    device: torch.device | str,
+    signature: Hashable = (),
+    backend: str | Callable[..., Any] | None = None,
+    recompute: bool = False,
+    **options: Any,
+) -> Callable[..., Any]:
     """The compiled form of `function` for one device and one static signature, to be resolved once and kept.
 
     function: a part of the key by identity, so not a lambda made anew for every call.
@@ -101,28 +112,30 @@ def handle(name, function, device, signature=(), backend=None, recompute=False, 
     return _handles.get(key) or _handles.setdefault(key, _make_handle(key, function, backend or "inductor", recompute, options))
 
 
-def freeze():
+def freeze() -> None:
     """End the warm-up: from here on a kernel that would have to compile raises instead."""
     global _frozen
     _frozen = True
 
 
-def stats():
+def stats() -> dict[str, Any]:
     """The counters of Stats, as a dict."""
     return asdict(_stats)
 
 
-def reset():
+def reset() -> None:
     """Forget every kernel and counter; kernels may be compiled again, by the next job of this process."""
     global _frozen, _stats
     _frozen, _stats = False, Stats()
     _handles.clear()
 
 
-def _make_handle(key, function, backend, recompute, options):
+def _make_handle(
+    key: tuple[Any, ...], function: Callable[..., Any], backend: str | Callable[..., Any], recompute: bool, options: dict[str, Any]
+) -> Callable[..., Any]:
     with_grad, without_grad = (_Kernel((*key, mode), function, backend, recompute, options) for mode in ("grad", "no_grad"))
 
-    def call(*args, **kwargs):
+    def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return function(*args, **kwargs)
         kernel = with_grad if torch.is_grad_enabled() else without_grad
@@ -138,18 +151,25 @@ def _make_handle(key, function, backend, recompute, options):
 class _Kernel:
     """One code object, compiled by its first call and never again. `run` is that cold call, then the compiled function itself."""
 
-    def __init__(self, key, function, backend, recompute, options):
-        def kernel(*args, **kwargs):
+    def __init__(
+        self,
+        key: tuple[Any, ...],
+        function: Callable[..., Any],
+        backend: str | Callable[..., Any],
+        recompute: bool,
+        options: dict[str, Any],
+    ):
+        def kernel(*args: Any, **kwargs: Any) -> Any:
             return function(*args, **kwargs)
 
         kernel.__code__ = kernel.__code__.replace(co_name=key[1])
         self.title = "kernel {1} on {0}, signature {2}, {4}".format(*key)
         self.backend, self.recompute, self.options = backend, recompute, options
-        self.compiled_for = None
+        self.compiled_for: Any = None
         self.compiled = torch.compile(kernel, backend=self._compile, fullgraph=True, dynamic=False)
-        self.run = self._run_cold
+        self.run: Callable[..., Any] = self._run_cold
 
-    def _run_cold(self, *args, **kwargs):
+    def _run_cold(self, *args: Any, **kwargs: Any) -> Any:
         if _frozen:
             raise KernelError(
                 f"{self.title}: first call after the warm-up, with {_shapes((args, kwargs))}; "
@@ -162,7 +182,7 @@ class _Kernel:
                 if self.compiled_for is not None:
                     self.run = self.compiled
 
-    def _compile(self, graph, inputs):
+    def _compile(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         if self.run is self.compiled:
             raise KernelError(
                 f"{self.title}: compiled for {self.compiled_for}, called with {_shapes(inputs)}; "
@@ -176,7 +196,7 @@ class _Kernel:
         _count("compiles", 1)
         return compiled
 
-    def raise_unless_refused(self, error):
+    def raise_unless_refused(self, error: RuntimeError) -> None:
         """Return only if the entry check of `compiled` refused this call because of another thread's trace: nothing of it has run."""
         inner = getattr(error, "inner_exception", None)
         if isinstance(inner, KernelError):
@@ -184,13 +204,12 @@ class _Kernel:
         if REFUSAL not in str(error) or not self._raised_at_entry(error) or _tracing_here():
             raise error
 
-    def _raised_at_entry(self, error):
-        step, caller = error.__traceback__, None
-        while step.tb_next:
-            step, caller = step.tb_next, step.tb_frame
-        return step.tb_frame.f_code is self.compiled.__code__ and caller is not None and caller.f_globals is globals()
+    def _raised_at_entry(self, error: RuntimeError) -> bool:
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        return len(frames) > 1 and frames[-1].f_code is self.compiled.__code__ and frames[-2].f_globals is globals()
 
-    def wait_and_run(self, args, kwargs):
+    def wait_and_run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call again until no other thread traces. Raises: KernelError if that takes longer than PATIENCE_S."""
         _count("retries", 1)
         deadline_s = time.monotonic() + PATIENCE_S
         with _parked():
@@ -206,7 +225,7 @@ class _Kernel:
         )
 
 
-def _tracing_here():
+def _tracing_here() -> bool:
     """Whether this thread's own stack is inside an FX trace, where a compiled call is refused for good reason."""
     frame = sys._getframe()
     while frame and not (frame.f_code.co_name == "trace" and frame.f_globals is vars(torch.fx._symbolic_trace)):
@@ -215,7 +234,7 @@ def _tracing_here():
 
 
 @contextlib.contextmanager
-def _compiling(title):
+def _compiling(title: str) -> Generator[None, None, None]:
     if not _cold_lock.acquire(blocking=False):
         with _parked():
             if not _cold_lock.acquire(timeout=PATIENCE_S):
@@ -229,7 +248,7 @@ def _compiling(title):
 
 
 @contextlib.contextmanager
-def _parked():
+def _parked() -> Generator[None, None, None]:
     _count("parked", 1)
     try:
         yield
@@ -237,10 +256,10 @@ def _parked():
         _count("parked", -1)
 
 
-def _count(name, amount):
+def _count(name: str, amount: float) -> None:
     with _stats_lock:
         setattr(_stats, name, getattr(_stats, name) + amount)
 
 
-def _shapes(tree):
+def _shapes(tree: Any) -> Any:
     return tree_map_only(torch.Tensor, lambda t: f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}", tree)

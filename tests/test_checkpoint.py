@@ -17,7 +17,7 @@ from common.config import Config
 from common.config_reader import to_dict
 from common.errors import UserError
 from common.training.checkpoint import MARKER, CheckpointError, compare_configs, open_checkpoint
-from common.training.run_directory import RunDirectory
+from common.training.run_directory import ResumePoint, RunDirectory
 from common.trees import digest
 
 PARTS = ("drafter.safetensors", "optim_drafter0.safetensors", "optim_drafter1.safetensors")
@@ -30,10 +30,24 @@ def said():
 
 @pytest.fixture
 def run(tmp_path, said):
-    directory = RunDirectory(tmp_path / "run", say=said.append)
-    directory.lock()
+    directory = opened(tmp_path / "run", say=said.append)
     yield directory
     directory.unlock()
+
+
+def opened(path, say=print):
+    """A run directory that this process holds, ready for a new run."""
+    directory = RunDirectory(path, say)
+    directory.lock()
+    directory.prepare(ResumePoint(None, None))
+    return directory
+
+
+def start(run, *choice, **restart):
+    """Start a run as its first drafter does; returns the checkpoint that it goes on from."""
+    point = run.resume_point(*choice, **restart)
+    run.prepare(point)
+    return point.checkpoint
 
 
 def tensors(step):
@@ -129,14 +143,12 @@ def test_a_failing_export_leaves_latest_alone(run):
 
 def test_leftovers_of_a_killed_job_are_cleared_by_the_next(tmp_path):
     """Else every kill costs the disk space of a checkpoint for good, or stale parts enter the next one."""
-    first = RunDirectory(tmp_path)
-    first.lock()
+    first = opened(tmp_path)
     save(first, 100)
     first.write_part(200, PARTS[0], tensors(1))
     (first.exports / ".step_00000200").mkdir()
     first.unlock()
-    second = RunDirectory(tmp_path)
-    second.lock()
+    second = opened(tmp_path)
     assert [path.name for path in second.checkpoints.iterdir()] == ["step_00000100"] and not list(second.exports.iterdir())
     second.unlock()
 
@@ -174,34 +186,35 @@ def test_going_back_sets_the_later_future_aside(run, said):
     for step in (100, 200, 300):
         save(run, step)
         export(run, step)
-    checkpoint = run.resume_point(str(run.checkpoints / "step_00000200"))
-    assert checkpoint.step == 200 and run.newest_valid().step == 200
+    point = run.resume_point(str(run.checkpoints / "step_00000200"))
+    assert run.newest_valid().step == 300 and not said, "nothing changes before the run is ready to begin"
+    run.prepare(point)
+    assert point.checkpoint.step == 200 and run.newest_valid().step == 200
     assert os.readlink(run.exports / "latest") == "step_00000200"
     assert (run.checkpoints / "abandoned_step_00000300" / MARKER).is_file() and "set aside" in said[-1]
     save(run, 250)
-    assert run.resume_point(str(run.checkpoints / "step_00000200"), restarted=True).step == 250
-    assert run.resume_point("never") is None and run.newest_valid() is None
+    assert start(run, str(run.checkpoints / "step_00000200"), restarted=True).step == 250
+    assert start(run, "never") is None and run.newest_valid() is None
 
 
 def test_a_launch_that_died_before_it_chose_still_obeys_resume_when_restarted(run, monkeypatch):
     """Else `never` goes on from the run of somebody else, because the first attempt ran out of memory while loading."""
     save(run, 100)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    assert run.resume_point("auto").step == 100
+    assert start(run, "auto").step == 100
     monkeypatch.setenv("SLURM_JOB_ID", "8")
-    assert run.resume_point("never", restarted=True) is None
+    assert start(run, "never", restarted=True) is None
     save(run, 50)
-    assert run.resume_point("never", restarted=True).step == 50
+    assert start(run, "never", restarted=True).step == 50
 
 
 def test_a_restart_before_the_first_checkpoint_goes_on_from_the_named_one_again(run, tmp_path):
-    other = RunDirectory(tmp_path / "other")
-    other.lock()
+    other = opened(tmp_path / "other")
     named = save(other, 100)
-    assert run.resume_point(str(named)).step == 100
-    assert run.resume_point(str(named), restarted=True).step == 100
+    assert start(run, str(named)).step == 100
+    assert start(run, str(named), restarted=True).step == 100
     save(run, 150)
-    assert run.resume_point(str(named), restarted=True).step == 150
+    assert start(run, str(named), restarted=True).step == 150
     other.unlock()
 
 
@@ -215,7 +228,7 @@ def test_resuming_from_a_folder_that_is_no_checkpoint_is_refused(run, tmp_path):
 
 HOLD = """
 import sys, time
-from common.training.run_directory import RunDirectory
+from common.training.run_directory import ResumePoint, RunDirectory
 run = RunDirectory(sys.argv[1])
 run.lock()
 print("mine", flush=True)
@@ -225,7 +238,7 @@ time.sleep(60)
 
 def test_a_second_job_is_refused_until_the_first_is_dead(tmp_path, monkeypatch):
     """Else two jobs write into one run; or a killed job locks its successor out."""
-    monkeypatch.setattr("common.training.run_directory.LOCK_WAIT_S", 0.2)
+    monkeypatch.setattr("common.training.lock.LOCK_WAIT_S", 0.2)
     root = Path(__file__).resolve().parent.parent
     holder = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], stdout=subprocess.PIPE, text=True, cwd=root)
     assert holder.stdout.readline() == "mine\n"
@@ -360,8 +373,7 @@ def small_disk(tmp_path):
 
 def test_a_full_disk_costs_the_new_checkpoint_only(small_disk):
     """Else a full disk ends the run, or takes the last good checkpoint with it."""
-    run = RunDirectory(small_disk)
-    run.lock()
+    run = opened(small_disk)
     save(run, 100)
     with pytest.raises(CheckpointError, match="No space left on device"):
         run.write_part(200, PARTS[0], {"weight": torch.zeros(1 << 17)})

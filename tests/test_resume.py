@@ -10,7 +10,7 @@ from ranks import Job
 
 from common.training.run_directory import RunDirectory
 
-TIMED = ("tokens_per_s", "wait_share", "busy", "blocked", "seconds")  # what a clock decides in a log record
+TIMED = ("tokens_per_s", "wait_share", "busy", "blocked", "seconds", "peak_memory")  # what a clock or the machine decides in a log record
 
 
 def arguments(preset, folder, *overrides):

@@ -4,6 +4,12 @@ Source: local SGD with plain averaging, the inner half of DiLoCo (arXiv 2311.081
 """
 
 import torch
+from torch import Tensor
+
+from common.config import SyncConfig
+from common.distributed.comms import Comm
+from common.metrics import Metrics
+from common.training.optim import Optimizer
 
 CHUNK = 1 << 26  # elements averaged at a time: full link bandwidth, and no second copy of all weights
 
@@ -11,23 +17,23 @@ CHUNK = 1 << 26  # elements averaged at a time: full link bandwidth, and no seco
 class Averaging:
     """Called once before every optimiser step with the gradients, once after it with the weights."""
 
-    def __init__(self, config, comm, optimizer, last_step):
+    def __init__(self, config: SyncConfig, comm: Comm, optimizer: Optimizer, last_step: int):
         self._ddp = config.mode == "ddp" and comm.size > 1
         self._every = config.every if config.mode == "average" and comm.size > 1 else None
         self._comm, self._optimizer, self._last_step = comm, optimizer, last_step
 
-    def gradients(self, weight_sum):
+    def gradients(self, weight_sum: Tensor) -> Tensor:
         """Sum gradients and loss weights over the drafters where they are exchanged; returns the weight sum to divide by."""
         if self._ddp:
             self._comm.sum_(self._optimizer.gradients)
             self._comm.sum_(weight_sum)
         return weight_sum
 
-    def due(self, step):
+    def due(self, step: int) -> bool:
         """Whether drafters meet after this step: then, and only then, may they agree on anything else, such as a stop."""
         return self._every is None or step % self._every == 0 or step == self._last_step
 
-    def weights(self, step):
+    def weights(self, step: int) -> Metrics:
         """Average the fp32 masters if it is time; returns metrics.
 
         `replica_distance` is the norm of this replica's difference from the mean just before, relative to the mean's norm.

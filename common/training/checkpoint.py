@@ -4,11 +4,14 @@ import json
 import os
 import re
 import zlib
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
 import torch
+from torch import Tensor
 
 from common.config_reader import with_defaults
 from common.errors import UserError
@@ -40,11 +43,12 @@ class Checkpoint:
 
     path: Path
     step: int
-    config: dict
-    state: dict
-    files: dict
+    config: dict[str, Any]
+    state: dict[str, Any]
+    files: dict[str, tuple[int, int]]
+    """Size and checksum by name."""
 
-    def tensors(self, name):
+    def tensors(self, name: str) -> dict[str, Tensor]:
         """The tensors of one file, on the CPU.
 
         Raises: CheckpointError if the file is not part of the checkpoint or is not safetensors.
@@ -56,7 +60,7 @@ class Checkpoint:
         except (OSError, safetensors.SafetensorError) as error:
             raise CheckpointError(f"{self.path / name} cannot be read: {error}") from error
 
-    def verify(self):
+    def verify(self) -> None:
         """Compare every file's checksum with the marker's; raises CheckpointError."""
         for name, (_, checksum) in self.files.items():
             try:
@@ -67,7 +71,7 @@ class Checkpoint:
                 raise CheckpointError(f"{self.path / name} has checksum {found:08x}, its {MARKER} says {checksum:08x}")
 
 
-def open_checkpoint(folder):
+def open_checkpoint(folder: str | Path) -> Checkpoint:
     """Read a checkpoint's marker and compare the files' sizes with it. The marker is not trusted: nothing is allocated by what it says.
 
     Raises: CheckpointError.
@@ -91,7 +95,7 @@ def open_checkpoint(folder):
     return checkpoint
 
 
-def compare_configs(saved, current, allow_changes=()):
+def compare_configs(saved: Mapping[str, Any], current: Mapping[str, Any], allow_changes: Collection[str] = ()) -> list[str]:
     """Refuse a resume whose config would change what is learnt; returns a sentence for each change that is taken over.
 
     Keys that the saved config does not have yet count as what the suite did when it was saved.
@@ -114,7 +118,7 @@ def compare_configs(saved, current, allow_changes=()):
     return notes
 
 
-def _parse_marker(folder, text):
+def _parse_marker(folder: Path, text: bytes) -> Checkpoint:
     if len(text) > MAX_STATE_BYTES:
         raise ValueError(f"it is longer than {MAX_STATE_BYTES} bytes")
     marker = json.loads(text)
@@ -136,7 +140,7 @@ def _parse_marker(folder, text):
     return Checkpoint(folder, step, config, state, files)
 
 
-def write_safetensors(path, tensors):
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
     """Write tensors in the safetensors format, one at a time, and sync; returns size and checksum of the file.
 
     Written here because the library's `save_file` holds a host copy of all tensors and would have to be read again for the checksum.
@@ -160,12 +164,12 @@ def write_safetensors(path, tensors):
     return size, checksum
 
 
-def _raw(tensors):
+def _raw(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
     for tensor in tensors.values():
         yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _checksum(path):
+def _checksum(path: Path) -> int:
     checksum = 0
     with open(path, "rb") as file:
         while data := file.read(CHUNK_BYTES):
@@ -173,11 +177,13 @@ def _checksum(path):
     return checksum
 
 
-def sidecar(path):
+def sidecar(path: Path) -> Path:
+    """The file beside a part that holds its size and checksum until the marker does."""
     return path.with_suffix(".sum")
 
 
-def read_sidecar(path):
+def read_sidecar(path: Path) -> dict[str, int]:
+    """Size and checksum of a part. Raises: CheckpointError if the part was not written."""
     try:
         return json.loads(sidecar(path).read_text())
     except FileNotFoundError:

@@ -3,21 +3,35 @@
 import contextlib
 import os
 import shutil
+import sys
+from collections.abc import Generator
+from pathlib import Path
 
-import safetensors.torch
+import safetensors
 
 from common.training.checkpoint import MARKER, CheckpointError
 
 
 @contextlib.contextmanager
-def io_errors(what):
+def io_errors(what: str) -> Generator[None, None, None]:
+    """Turn what the disk or the file format raises into a CheckpointError that says what was being done."""
     try:
         yield
     except (OSError, safetensors.SafetensorError) as error:
         raise CheckpointError(f"{what}: {error}") from error
 
 
-def write_atomically(path, text):
+@contextlib.contextmanager
+def going_on(what: str) -> Generator[None, None, None]:
+    """A disk that fails costs this checkpoint or export, not the run: the CheckpointError becomes a warning."""
+    try:
+        yield
+    except CheckpointError as error:
+        print(f"WARNING: {what}: {error}. Training goes on; the previous one stays valid.", file=sys.stderr, flush=True)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a small file: its readers find the old text or the new one."""
     partial = path.with_name(f".{path.name}.partial")
     with open(partial, "w") as file:
         file.write(text)
@@ -27,7 +41,7 @@ def write_atomically(path, text):
     sync(path.parent)
 
 
-def replace_folder(folder, final):
+def replace_folder(folder: Path, final: Path) -> None:
     """Rename `folder` to `final`; an older `final` is out of the way before and gone after."""
     sync(folder)
     old = final.with_name(f".{final.name}.old")
@@ -39,7 +53,8 @@ def replace_folder(folder, final):
     remove(old)
 
 
-def sync(path):
+def sync(path: Path) -> None:
+    """Wait until a file, or a folder's entries, lie on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -47,7 +62,7 @@ def sync(path):
         os.close(descriptor)
 
 
-def remove(path):
+def remove(path: Path) -> None:
     """Remove a file or folder as far as it goes; of a checkpoint the marker goes first."""
     with contextlib.suppress(OSError):
         (path / MARKER).unlink()

@@ -47,6 +47,12 @@ class RunPlan:
         return epoch, index, loader.row(epoch, index)
 
     @property
+    def run_folder(self) -> Path:
+        """The run directory."""
+        assert self.config.log.dir is not None, "config_reader.load gives every run a directory"
+        return Path(self.config.log.dir)
+
+    @property
     def row_documents(self) -> int:
         """Most documents that any row may hold."""
         return max(loader.packed().most_documents for loader in (self.rows, self.heldout) if loader is not None)
@@ -73,7 +79,7 @@ def needs_final_hidden(config: Config) -> bool:
 def make_plan(config: Config, job: Job) -> RunPlan:
     """Open target, stores and schedule. Raises: UserError for whatever does not fit together."""
     folder = job.first_per_host(lambda: resolve(config.target.path, config.target.revision))
-    target = read_spec(folder)
+    target = read_spec(folder, config.target.trust_remote_code)
     if needs_final_hidden(config) and config.drafter.zero_features:
         raise UserError("drafter.zero_features=true is an ablation of objective.loss=ce; drop one of them")
     rows = _open_rows(config, config.data.path, folder, target)

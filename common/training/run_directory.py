@@ -6,33 +6,51 @@ folder. So a crash at any point leaves the previous checkpoint valid and at most
 """
 
 import contextlib
-import errno
-import fcntl
 import json
 import math
 import os
 import re
 import socket
 import time
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from common.errors import UserError
-from common.training.checkpoint import MARKER, VERSION, CheckpointError, open_checkpoint, read_sidecar, sidecar, write_safetensors
+from common.training.checkpoint import (
+    MARKER,
+    VERSION,
+    Checkpoint,
+    CheckpointError,
+    open_checkpoint,
+    read_sidecar,
+    sidecar,
+    write_safetensors,
+)
 from common.training.disk import io_errors, remove, replace_folder, sync, write_atomically
+from common.training.lock import DirectoryLock
 from common.trees import digest
 
-LOCK_WAIT_S = 5.0
 PROBE_WAIT_S = 10.0
+
+
+class ResumePoint(NamedTuple):
+    """Where a run starts: at a checkpoint, or anew (None). Steps after `last_kept` are another future: set aside (None: nothing is)."""
+
+    checkpoint: Checkpoint | None
+    last_kept: int | None
 
 
 class RunDirectory:
     """`runs/<name>`: every path of a run and every change to them.
 
-    All drafters may read, and write parts of a checkpoint; only the first drafter calls `lock`, `commit`, `save_export`,
-    `retain`, `resume_point` and `rewind_log`. `say` takes the messages a user must see.
+    All drafters may read, and write parts of a checkpoint; all else only the first drafter does, who holds the lock. Nothing but the
+    lock's file changes before `prepare`. `say` takes the messages that a user must see.
     """
 
-    def __init__(self, path, say=print):
+    def __init__(self, path: str | Path, say: Callable[[str], None] = print):
         self.path = Path(path)
         self.checkpoints = self.path / "checkpoints"
         self.exports = self.path / "export"
@@ -40,46 +58,39 @@ class RunDirectory:
         self.metrics = self.path / "metrics.jsonl"
         self.stop_file = self.path / "STOP"
         self._say = say
-        self._lock = None
+        self._lock = DirectoryLock(self.path, say)
 
-    def lock(self):
-        """Create the directory, take it for this job, and clear away what an interrupted job left half-written.
+    def lock(self) -> None:
+        """Take the directory for this job. Raises: UserError naming the job that holds it, or why it cannot be written."""
+        self._lock.take()
 
-        The kernel drops the lock with the process, so a killed job never blocks its successor.
-        Raises: UserError naming the job that holds it, or why the directory cannot be written.
+    def unlock(self) -> None:
+        """Give the directory back."""
+        self._lock.drop()
+
+    def prepare(self, point: ResumePoint) -> None:
+        """Make the directory ready for a run from this point: what an interrupted job left half-written and an old STOP are cleared away,
+        and what lies after the point is set aside.
+
+        Raises: UserError if the directory cannot be written.
         """
         try:
             for folder in (self.checkpoints, self.exports, self.tensorboard):
                 folder.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self.path / ".lock", "a+")  # noqa: SIM115 (held until unlock)
+            for leftover in [*self.checkpoints.glob(".*"), *self.exports.glob(".*")]:
+                remove(leftover)
+            self.clear_stop()
+            if point.last_kept is not None:
+                self._set_aside_after(point.last_kept)
+            write_atomically(self.path / ".launch", _launch())
         except OSError as error:
             raise UserError(f"log.dir={self.path} cannot be written: {error.strerror}; name another with log.dir=DIR") from None
-        deadline = time.monotonic() + LOCK_WAIT_S  # a killed predecessor may still be tearing down its device
-        while not self._try_lock():
-            if time.monotonic() > deadline:
-                holder = self._holder()
-                self.unlock()
-                raise UserError(
-                    f"log.dir={self.path} is in use by another job ({holder}); "
-                    f"stop that one (touch {self.stop_file}) or name another directory with log.dir=DIR"
-                )
-            time.sleep(0.1)
-        self._lock.truncate(0)
-        self._lock.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%F %T")}))
-        self._lock.flush()
-        for leftover in [*self.checkpoints.glob(".*"), *self.exports.glob(".*")]:
-            remove(leftover)
 
-    def unlock(self):
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
-
-    def write_probe(self, token):
+    def write_probe(self, token: str) -> None:
         """Leave `token`, which all ranks know, for the other drafters to find."""
         write_atomically(self.path / ".probe", token)
 
-    def check_probe(self, token):
+    def check_probe(self, token: str) -> None:
         """Refuse a run directory that this drafter does not share with the first one; raises UserError."""
         deadline = time.monotonic() + PROBE_WAIT_S  # network file systems show a new file late
         while time.monotonic() < deadline:
@@ -92,23 +103,26 @@ class RunDirectory:
             "all drafters need one shared file system: name a shared folder with log.dir=DIR"
         )
 
-    def write_config(self, text):
+    def write_config(self, text: str) -> None:
+        """Write the resolved config for the user to read."""
         write_atomically(self.path / "config.yaml", text)
 
-    def stop_requested(self):
+    def stop_requested(self) -> bool:
+        """Whether the user has asked for a stop by the file STOP."""
         return self.stop_file.exists()
 
-    def clear_stop(self):
+    def clear_stop(self) -> None:
+        """Forget a request to stop, or the next start would end at once."""
         self.stop_file.unlink(missing_ok=True)
 
-    def begin(self, step):
+    def begin(self, step: int) -> Path:
         """The hidden folder into which every drafter writes its parts of the checkpoint of `step`."""
         folder = self.checkpoints / f".{_step_name(step)}"
         with io_errors(f"{folder} cannot be created"):
             folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def write_part(self, step, name, tensors):
+    def write_part(self, step: int, name: str, tensors: Mapping[str, Tensor]) -> None:
         """Write one safetensors file of the checkpoint of `step`, and its sidecar.
 
         Raises: CheckpointError; the part is then absent, and `commit` refuses the checkpoint.
@@ -122,12 +136,12 @@ class RunDirectory:
                 remove(path)
                 raise
 
-    def commit(self, step, names, config, state):
+    def commit(self, step: int, names: Iterable[str], config: Mapping[str, Any], state: Mapping[str, Any]) -> None:
         """Make the parts `names` the checkpoint of `step`; every drafter has returned from `write_part` before.
 
         Raises: CheckpointError; the parts are then gone and the previous checkpoint is what it was.
         """
-        folder, final = self.begin(step), self.checkpoints / _step_name(step)
+        folder, final, names = self.begin(step), self.checkpoints / _step_name(step), list(names)
         try:
             with io_errors(f"{final} cannot be written"):
                 files = {name: read_sidecar(folder / name) for name in names}
@@ -140,7 +154,7 @@ class RunDirectory:
             remove(folder)
             raise
 
-    def save_export(self, step, write):
+    def save_export(self, step: int, write: Callable[[Path], object]) -> None:
         """Let `write(folder)` fill a hidden folder, then make it `export/step_N` and point `export/latest` at it.
 
         Raises: CheckpointError on an I/O error; the previous export is then still the latest.
@@ -159,37 +173,32 @@ class RunDirectory:
             remove(folder)
             raise
 
-    def has_export(self, step):
+    def has_export(self, step: int) -> bool:
+        """Whether the drafter of this step was exported."""
         return (self.exports / _step_name(step)).exists()
 
-    def resume_point(self, resume="auto", restarted=False):
-        """The checkpoint a run goes on from, or None for a new run.
+    def resume_point(self, resume: str = "auto", restarted: bool = False) -> ResumePoint:
+        """Where a run starts; nothing changes before `prepare`.
 
-        `resume` is `auto` (the newest valid one), `never`, or a checkpoint folder. A job that its launcher restarted goes on from
+        `resume` is `auto` (the newest valid checkpoint), `never`, or a checkpoint folder. A job that its launcher restarted goes on from
         its own newest checkpoint whatever `resume` says, unless it died before it had chosen: then the newest is another job's.
-        Where a run goes back, its later checkpoints and exports are set aside.
         Raises: UserError if the named folder is no valid checkpoint.
         """
         again = restarted and self._last_launch() == _launch()
-        checkpoint = (self.newest_valid() if again else None) or self._choose(resume)
-        write_atomically(self.path / ".launch", _launch())
-        return checkpoint
+        newest = self.newest_valid() if again or resume == "auto" else None
+        if newest is not None or resume == "auto":
+            return ResumePoint(newest, None)
+        if resume == "never":
+            return ResumePoint(None, -1)
+        try:
+            checkpoint = open_checkpoint(resume)
+            checkpoint.verify()
+        except CheckpointError as error:
+            raise UserError(f"checkpoint.resume={resume}: {error}; name a folder such as {self.checkpoints}/step_00000500") from None
+        own = checkpoint.path.resolve().parent == self.checkpoints.resolve()
+        return ResumePoint(checkpoint, checkpoint.step if own else -1)
 
-    def _choose(self, resume):
-        if resume == "auto":
-            return self.newest_valid()
-        checkpoint = None
-        if resume != "never":
-            try:
-                checkpoint = open_checkpoint(resume)
-                checkpoint.verify()
-            except CheckpointError as error:
-                raise UserError(f"checkpoint.resume={resume}: {error}; name a folder such as {self.checkpoints}/step_00000500") from None
-        own = checkpoint is not None and checkpoint.path.resolve().parent == self.checkpoints.resolve()
-        self._set_aside_after(checkpoint.step if own else -1)
-        return checkpoint
-
-    def newest_valid(self):
+    def newest_valid(self) -> Checkpoint | None:
         """The newest checkpoint whose sizes and checksums hold; invalid ones are reported and passed over."""
         for folder in reversed(_step_folders(self.checkpoints)):
             try:
@@ -200,7 +209,7 @@ class RunDirectory:
                 self._say(f"checkpoint passed over: {error}")
         return None
 
-    def retain(self, keep, keep_best):
+    def retain(self, keep: int, keep_best: bool) -> None:
         """Remove all but the newest `keep` checkpoints and exports and, if asked, those with the best `heldout_tau` in their state."""
         taus, valid = {}, []
         folders = _step_folders(self.checkpoints)
@@ -210,7 +219,7 @@ class RunDirectory:
                 valid.append(folder.name)
                 if isinstance(tau, (int, float)) and math.isfinite(tau):
                     taus[folder.name] = tau
-        best = {max(taus, key=taus.get)} if keep_best and taus else set()
+        best = {max(taus, key=lambda name: taus[name])} if keep_best and taus else set()
         doomed = [
             folder for folder in folders if valid and _step_of(folder) < _step_of(Path(valid[-1])) and folder.name not in valid[-keep:]
         ]
@@ -218,7 +227,7 @@ class RunDirectory:
             if folder.name not in best:
                 remove(folder)
 
-    def rewind_log(self, step):
+    def rewind_log(self, step: int) -> None:
         """Drop the records after `step` (and a torn last line) from metrics.jsonl: the steps are run again and logged again."""
         kept = []
         with contextlib.suppress(FileNotFoundError):
@@ -228,30 +237,12 @@ class RunDirectory:
                         kept.append(line + "\n")
             write_atomically(self.metrics, "".join(kept))
 
-    def _try_lock(self):
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-                raise
-            self._say(f"{self.path}: this file system has no locks ({error.strerror}); make sure that no second job uses the directory")
-        return True
-
-    def _holder(self):
-        self._lock.seek(0)
-        try:
-            holder = json.loads(self._lock.read(4096))
-            return f"pid {holder['pid']} on {holder['host']} since {holder['since']}"
-        except (ValueError, KeyError, TypeError):
-            return "which has not said who it is"
-
-    def _last_launch(self):
+    def _last_launch(self) -> str | None:
         with contextlib.suppress(OSError):
             return (self.path / ".launch").read_text()
+        return None
 
-    def _set_aside_after(self, step):
+    def _set_aside_after(self, step: int) -> None:
         for parent in (self.checkpoints, self.exports):
             for folder in _step_folders(parent):
                 if _step_of(folder) > step:
@@ -264,27 +255,27 @@ class RunDirectory:
         if remaining:
             self._point_latest(remaining[-1].name)
 
-    def _point_latest(self, name):
+    def _point_latest(self, name: str) -> None:
         link = self.exports / ".latest"
         link.unlink(missing_ok=True)
         link.symlink_to(name)
         os.replace(link, self.exports / "latest")
 
 
-def _launch():
+def _launch() -> str:
     """What a launch and its restarts have in common: Slurm's job, else the process that starts the ranks."""
     return os.environ.get("SLURM_JOB_ID") or f"{socket.gethostname()}/{os.getppid()}"
 
 
-def _step_name(step):
+def _step_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
-def _step_of(folder):
+def _step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step_"))
 
 
-def _step_folders(parent):
+def _step_folders(parent: Path) -> list[Path]:
     """The `step_N` folders of a directory in the order of their steps."""
     folders = [path for path in parent.glob("step_*") if re.fullmatch(r"step_\d{8,15}", path.name)]
     return sorted(folders, key=_step_of)
