@@ -5,18 +5,22 @@ import json
 import pytest
 import torch
 from conftest import build_target
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
-    CohereForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma3TextConfig,
     GraniteConfig,
-    GraniteForCausalLM,
+    LlamaConfig,
+    MixtralConfig,
+    PhiConfig,
 )
 
 from common.errors import UserError
 from common.target.files import fingerprint, read_spec, resolve
+from common.target.loading import load_causal_lm
 from common.target.vocabulary import load_vocabulary
 
 
@@ -25,7 +29,7 @@ def test_embedding_and_head_are_the_targets_own(tmp_path, tied):
     """A drafter that learns against another head proposes another model's tokens; a tied head exists only as the embedding."""
     build_target(tmp_path, tie_word_embeddings=tied)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    vocabulary = load_vocabulary(tmp_path, torch.float32, "cpu")
+    vocabulary = load_vocabulary(read_spec(tmp_path), torch.float32, "cpu")
     assert (vocabulary.head.data_ptr() == vocabulary.embedding.data_ptr()) == tied
     ids, hidden = torch.tensor([[3, 250]]), torch.randn(4, 32)
     assert torch.equal(vocabulary.embed(ids), model.get_input_embeddings()(ids))
@@ -46,25 +50,32 @@ SMALL = dict(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
     max_position_embeddings=64,
 )  # fmt: skip
+FAMILIES = {
+    "gemma3": lambda: Gemma3TextConfig(**SMALL, head_dim=16),
+    "granite": lambda: GraniteConfig(**SMALL, embedding_multiplier=3.0, logits_scaling=8.0),
+    "cohere": lambda: CohereConfig(**SMALL, logit_scale=0.25),
+    "llama": lambda: LlamaConfig(**SMALL),
+    "mixtral": lambda: MixtralConfig(**SMALL),
+}
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        lambda: GraniteForCausalLM(GraniteConfig(**SMALL, embedding_multiplier=3.0, logits_scaling=8.0)),
-        lambda: CohereForCausalLM(CohereConfig(**SMALL, logit_scale=0.25)),
-    ],
-    ids=["granite", "cohere"],
-)
-def test_scaled_logits_are_the_targets_own(tmp_path, model):
-    """Forgotten, `kl` teaches a distribution that is eight times as sharp as the target's."""
-    model().save_pretrained(tmp_path)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scales_are_measured_on_the_family_itself(tmp_path, family):
+    """A scale that nobody looked up goes unnoticed in training and costs most of the acceptance in the server."""
+    AutoModelForCausalLM.from_config(FAMILIES[family]()).save_pretrained(tmp_path)
     _check_vocabulary(tmp_path)
+
+
+def test_a_family_that_does_more_to_its_vocabulary_is_refused(tmp_path):
+    """Phi's head has a bias: a drafter without it would learn against other logits, and nothing would say so."""
+    AutoModelForCausalLM.from_config(PhiConfig(**SMALL)).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="head has a bias"):
+        load_vocabulary(read_spec(tmp_path), torch.float32, "cpu")
 
 
 def _check_vocabulary(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    vocabulary = load_vocabulary(tmp_path, torch.float32, "cpu")
+    vocabulary = load_vocabulary(read_spec(tmp_path), torch.float32, "cpu")
     ids = torch.tensor([[1, 2, 3]])
     seen = []
     model.model.layers[0].register_forward_hook(lambda m, inputs, output: seen.append(inputs[0]))
@@ -103,3 +114,68 @@ def test_the_fingerprint_follows_the_weights(tmp_path):
         build_target(tmp_path / str(seed), seed=seed)
         prints.append(fingerprint(tmp_path / str(seed)))
     assert prints[0] != prints[1]
+
+
+def change_tensor(folder, name, change):
+    """Rewrite one tensor of a checkpoint: (name, tensor) -> (name, tensor) or None."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    changed = change(name, tensors.pop(name))
+    save_file(tensors | ({changed[0]: changed[1]} if changed else {}), path, metadata={"format": "pt"})
+
+
+def test_the_fingerprint_follows_every_layer(tmp_path):
+    """Layers trained on with the embedding untouched (a merged LoRA) are another target: resuming on it must be noticed."""
+    build_target(tmp_path, hidden_size=256, intermediate_size=512, num_hidden_layers=2, vocab_size=2048)
+    assert (tmp_path / "model.safetensors").stat().st_size > 4 << 20
+    before = fingerprint(tmp_path)
+    change_tensor(tmp_path, "model.layers.1.self_attn.q_proj.weight", lambda name, tensor: (name, tensor + 1e-3))
+    assert fingerprint(tmp_path) != before
+
+
+FLAWS = {
+    "renamed": (lambda name, tensor: (name.replace("q_proj", "query_proj"), tensor), "1 tensors missing .*; 1 tensors unknown"),
+    "left out": (lambda name, tensor: None, "1 tensors missing"),
+    "of another shape": (lambda name, tensor: (name, tensor[:-1].contiguous()), "1 tensors of another shape"),
+}
+
+
+@pytest.mark.parametrize("flaw", FLAWS)
+def test_a_target_that_is_not_whole_is_refused(tmp_path, flaw):
+    """transformers draws missing tensors at random: the drafter would learn from a target that nobody serves."""
+    change, words = FLAWS[flaw]
+    build_target(tmp_path)
+    change_tensor(tmp_path, "model.layers.1.self_attn.q_proj.weight", change)
+    with pytest.raises(UserError, match=words):
+        load_causal_lm(tmp_path, torch.float32, torch.device("cpu"), "target.path")
+
+
+def test_shards_that_are_no_safetensors_are_refused(tmp_path):
+    """A git-lfs pointer in a shard's place is the commonest broken download."""
+    build_target(tmp_path)
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    with pytest.raises(UserError, match="git-lfs"):
+        fingerprint(tmp_path)
+
+
+def test_an_untied_checkpoint_without_a_head_and_rows_unlike_the_config_are_refused(tmp_path):
+    """Taking the embedding for the head, or half of one, trains against another model's tokens."""
+    build_target(tmp_path)
+    spec = read_spec(tmp_path)
+    change_tensor(tmp_path, "model.embed_tokens.weight", lambda name, tensor: (name, tensor[:100].contiguous()))
+    with pytest.raises(UserError, match=r"\[100, 32\], not \[272, 32\]"):
+        load_vocabulary(spec, torch.float32, "cpu")
+    build_target(tmp_path)
+    change_tensor(tmp_path, "lm_head.weight", lambda name, tensor: None)
+    with pytest.raises(UserError, match="no head"):
+        load_vocabulary(spec, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "vocab_size", "hidden_size"])
+@pytest.mark.parametrize("value", [None, "many", 0, [4]])
+def test_numbers_that_are_none_are_refused_in_words(tmp_path, key, value):
+    build_target(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
+    with pytest.raises(UserError, match=r"config\.json"):
+        read_spec(tmp_path)

@@ -1,23 +1,34 @@
-"""A target's folder read without loading the model: its config as a TargetSpec, single tensors out of its safetensors.
+"""A target's folder read without loading its weights: its config as a TargetSpec, single tensors out of its safetensors.
 
-Drafter ranks take the embedding and the head from here; the whole target is loaded by `target` alone.
+Drafter ranks take the embedding and the head from here; the whole target is loaded by `model` alone.
 Legend: V rows of the embedding, D hidden size.
 """
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedConfig
 
 from common.errors import UserError
+from common.target.adapters import VocabularyRules, vocabulary_rules
+
+SLICE_BYTES = 4096
+"""Bytes of a tensor's beginning, middle and end that its checkpoint is known by."""
 
 
 @dataclass(frozen=True)
 class TargetSpec:
-    """The numbers of a target's config.json that a drafter is built from."""
+    """The numbers of a target that a drafter is built from, as transformers reads them."""
 
+    folder: Path
+    trust_remote_code: bool
     model_type: str
     hidden_size: int
     intermediate_size: int
@@ -28,21 +39,23 @@ class TargetSpec:
     vocab_size: int
     rms_norm_eps: float
     rope_theta: float
-    rope_scaling: dict | None
+    rope_scaling: dict[str, Any] | None
     max_position_embeddings: int
     attention_bias: bool
     tie_word_embeddings: bool
     bos_token_id: int | None
-    eos_token_ids: tuple
+    eos_token_ids: tuple[int, ...]
     pad_token_id: int | None
     initializer_range: float
-    embedding_scale: float
-    logit_scale: float
-    logit_softcap: float | None
     fingerprint: str
 
+    @property
+    def vocabulary(self) -> VocabularyRules:
+        """How the family scales embeddings and logits, measured when first asked for. Raises: UserError for a family that does more."""
+        return vocabulary_rules(self.folder, self.trust_remote_code)
 
-def resolve(path, revision=None):
+
+def resolve(path: str, revision: str | None = None) -> Path:
     """A local folder for a path or a hub id; a hub id is downloaded (or found in the hub's cache).
 
     Raises: UserError if it is neither.
@@ -64,61 +77,108 @@ def resolve(path, revision=None):
         raise UserError(f"target.path={path} is no folder here and could not be fetched from the hub: {reason}") from None
 
 
-def read_spec(folder):
-    """Read config.json (and generation_config.json's stop tokens) into a TargetSpec.
+def read_spec(folder: str | Path, trust_remote_code: bool = False) -> TargetSpec:
+    """Read a target's config as transformers does, defaults included, and generation_config.json's stop tokens.
 
-    Raises: UserError if the file is missing, is not JSON, or lacks a field.
+    Raises: UserError if there is no readable config, or one of no decoder of layers.
     """
     folder = Path(folder)
-    whole = read_json(folder / "config.json")
-    config = whole.get("text_config", whole)
+    read_json(folder / "config.json")  # one sentence for what transformers has a page for
     try:
-        heads, hidden = config["num_attention_heads"], config["hidden_size"]
-        rope = config.get("rope_parameters") or {}
-        if "full_attention" in rope:  # one table per layer type
-            rope = rope["full_attention"]
-        scaling = config.get("rope_scaling") or {k: v for k, v in rope.items() if k != "rope_theta"}
-        kind = (scaling or {}).get("rope_type", (scaling or {}).get("type", "default"))
-        gemma = config["model_type"].startswith("gemma")
-        return TargetSpec(
-            model_type=config["model_type"],
-            hidden_size=hidden,
-            intermediate_size=config["intermediate_size"],
-            layers=config["num_hidden_layers"],
-            heads=heads,
-            kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or hidden // heads,
-            vocab_size=config["vocab_size"],
-            rms_norm_eps=config.get("rms_norm_eps", 1e-6),
-            rope_theta=float(rope.get("rope_theta", config.get("rope_theta", 10000.0))),
-            rope_scaling=None if kind == "default" else dict(scaling),
-            max_position_embeddings=config.get("max_position_embeddings", 32768),
-            attention_bias=bool(config.get("attention_bias", False)),
-            tie_word_embeddings=bool(whole.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
-            bos_token_id=_first(config.get("bos_token_id")),
-            eos_token_ids=_stop_tokens(folder, config),
-            pad_token_id=_first(config.get("pad_token_id")),
-            initializer_range=config.get("initializer_range", 0.02),
-            embedding_scale=float(hidden**0.5) if gemma else float(config.get("embedding_multiplier", 1.0)),
-            logit_scale=(config.get("logit_scale") or 1.0) / (config.get("logits_scaling") or 1.0),  # Cohere's and Granite's names
-            logit_softcap=config.get("final_logit_softcapping"),
-            fingerprint=fingerprint(folder),
-        )
-    except KeyError as error:
-        raise UserError(f"{folder / 'config.json'} lacks {error}: this suite trains for dense decoder language models") from None
+        whole = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+        config = whole.get_text_config(decoder=True)
+    except Exception as error:  # the code and JSON of any family: transformers raises many kinds
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"{folder / 'config.json'} is not understood by this version of transformers: {reason}") from None
+    number = _Numbers(folder / "config.json", config)
+    heads, hidden = number("num_attention_heads"), number("hidden_size")
+    rope, scaling = _rope(config)
+    return TargetSpec(
+        folder=folder,
+        trust_remote_code=trust_remote_code,
+        model_type=config.model_type,
+        hidden_size=hidden,
+        intermediate_size=_mlp_width(config, number, hidden),
+        layers=number("num_hidden_layers"),
+        heads=heads,
+        kv_heads=number("num_key_value_heads", heads),
+        head_dim=number("head_dim", max(1, hidden // heads)),
+        vocab_size=number("vocab_size"),
+        rms_norm_eps=_positive(getattr(config, "rms_norm_eps", None), 1e-6),
+        rope_theta=_positive(rope.get("rope_theta", getattr(config, "rope_theta", None)), 10000.0),
+        rope_scaling=scaling,
+        max_position_embeddings=number("max_position_embeddings", 32768),
+        attention_bias=bool(getattr(config, "attention_bias", False)),
+        tie_word_embeddings=bool(getattr(whole, "tie_word_embeddings", getattr(config, "tie_word_embeddings", False))),
+        bos_token_id=_first(getattr(config, "bos_token_id", None)),
+        eos_token_ids=_stop_tokens(folder, config),
+        pad_token_id=_first(getattr(config, "pad_token_id", None)),
+        initializer_range=_positive(getattr(config, "initializer_range", None), 0.02),
+        fingerprint=fingerprint(folder),
+    )
 
 
-def fingerprint(folder):
-    """Hash of config.json and of every weight file's name, size and header: equal for equal checkpoints, read in milliseconds."""
+class _Numbers:
+    """Whole numbers from 1 of a config. Raises: UserError where one is missing without a default, or is none."""
+
+    def __init__(self, path: Path, config: PreTrainedConfig):
+        self.path, self.config = path, config
+
+    def __call__(self, name: str, default: int | None = None) -> int:
+        value = getattr(self.config, name, None)
+        value = default if value is None else value
+        if value is None:
+            raise UserError(f"{self.path} lacks {name!r}: this suite trains for decoder language models made of layers")
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise UserError(f"{self.path}: {name}={value!r} must be a whole number from 1")
+        return value
+
+
+def _mlp_width(config: PreTrainedConfig, number: _Numbers, hidden: int) -> int:
+    """The width of the target's MLP; of a mixture without a dense one, what a token goes through."""
+    chosen = (getattr(config, "moe_intermediate_size", None) or 0) * (getattr(config, "num_experts_per_tok", None) or 0)
+    return number("intermediate_size", chosen or 3 * hidden)
+
+
+def _rope(config: PreTrainedConfig) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """The rotary parameters of full-attention layers, and their scaling (None without one)."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope) if isinstance(rope, dict) else {}
+    scaling = {key: value for key, value in (rope or {}).items() if key != "rope_theta"}
+    return rope or {}, None if scaling.get("rope_type", "default") == "default" else scaling
+
+
+def _positive(value: Any, default: float) -> float:
+    usable = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    return float(value) if usable else default
+
+
+def fingerprint(folder: str | Path) -> str:
+    """Hash of config.json and of a slice of every tensor: unlike for checkpoints that differ in any layer, read in a second.
+
+    Raises: UserError if a file is no safetensors file.
+    """
     folder, digest = Path(folder), hashlib.sha256()
     config = read_json(folder / "config.json")
     for volatile in ("transformers_version", "_name_or_path"):
         config.pop(volatile, None)
     digest.update(json.dumps(config, sort_keys=True).encode())
     for file in sorted(folder.glob("*.safetensors")):
-        digest.update(f"{file.name}{file.stat().st_size}".encode())
-        with open(file, "rb") as stream:
-            digest.update(stream.read(min(1 << 20, file.stat().st_size)))
+        try:
+            with open(file, "rb") as stream:
+                size = int.from_bytes(stream.read(8), "little")
+                if size > file.stat().st_size:
+                    raise ValueError("its header is longer than the file")
+                header = json.loads(stream.read(size))
+                for name, entry in sorted(header.items()):
+                    digest.update(json.dumps([name, entry], sort_keys=True).encode())
+                    if name != "__metadata__":
+                        begin, end = entry["data_offsets"]
+                        for at in (begin, (begin + end) // 2, max(begin, end - SLICE_BYTES)):
+                            stream.seek(8 + size + at)
+                            digest.update(stream.read(min(SLICE_BYTES, end - at)))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise UserError(f"{file} is no safetensors file ({str(error)[:100]}): fetch it again; is it a git-lfs pointer?") from None
     return digest.hexdigest()[:16]
 
 
@@ -128,8 +188,8 @@ class Tensors:
     Raises: UserError if the folder holds none or a file is damaged.
     """
 
-    def __init__(self, folder):
-        self.folder, self._home = Path(folder), {}
+    def __init__(self, folder: str | Path):
+        self.folder, self._home = Path(folder), {}  # by tensor's name, the file
         for file in sorted(self.folder.glob("*.safetensors")):
             try:
                 with safe_open(file, framework="pt") as reader:
@@ -139,39 +199,44 @@ class Tensors:
         if not self._home:
             raise UserError(f"{folder} holds no *.safetensors: convert or download the weights in that form")
 
-    def names(self):
+    def names(self) -> list[str]:
         return list(self._home)
 
-    def shape(self, name):
+    def shape(self, name: str) -> tuple[int, ...]:
         with safe_open(self._home[name], framework="pt") as reader:
             return tuple(reader.get_slice(name).get_shape())
 
-    def load(self, name, dtype=None, device="cpu"):
+    def load(self, name: str, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> Tensor:
         with safe_open(self._home[name], framework="pt") as reader:
             return reader.get_tensor(name).to(device=device, dtype=dtype)
 
 
-def read_json(path):
+def read_json(path: str | Path) -> dict[str, Any]:
+    """The JSON object of a file. Raises: UserError if there is none."""
     try:
         value = json.loads(Path(path).read_text())
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{path}: no such file; a model folder holds config.json beside its safetensors") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror})") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise UserError(f"{path} must hold a JSON object")
     return value
 
 
-def _first(value):
-    return value[0] if isinstance(value, list) and value else value if isinstance(value, int) else None
+def _first(value: Any) -> int | None:
+    value = value[0] if isinstance(value, list) and value else value
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _stop_tokens(folder, config):
+def _stop_tokens(folder: Path, config: PreTrainedConfig) -> tuple[int, ...]:
     """Stop tokens as generation uses them: generation_config.json first, then config.json."""
     file = folder / "generation_config.json"
     value = read_json(file).get("eos_token_id") if file.is_file() else None
-    value = config.get("eos_token_id") if value is None else value
-    return tuple(value) if isinstance(value, list) else () if value is None else (value,)
+    value = getattr(config, "eos_token_id", None) if value is None else value
+    listed = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in listed):
+        raise UserError(f"{folder}: eos_token_id={value!r} must be token ids")
+    return tuple(listed)

@@ -1,0 +1,126 @@
+"""What differs from one family of targets to another, measured on a model that transformers builds instead of looked up by name.
+
+A miniature of the target (its own classes and config, one layer, a few rows of vocabulary) is run on the CPU: what reaches its first
+layer tells how it scales embeddings, what comes out of its head tells how it scales and caps logits.
+
+Legend: N rows of the miniature's vocabulary, D hidden size.
+"""
+
+import copy
+import functools
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from common.errors import UserError
+
+ROWS, NARROW = 32, 16
+TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True)
+class VocabularyRules:
+    """How a family treats its vocabulary: embeddings times a scale; logits times a scale, then capped by a tanh at `logit_softcap`."""
+
+    embedding_scale: float
+    logit_scale: float
+    logit_softcap: float | None
+
+
+@functools.lru_cache(8)
+def vocabulary_rules(folder: Path, trust_remote_code: bool = False) -> VocabularyRules:
+    """Measured on a miniature of the target in `folder`.
+
+    Raises: UserError where more is done to embeddings or logits than a scale and a cap, which the drafter would not learn.
+    """
+    model = _miniature(folder, trust_remote_code)
+    head: Any = model.get_output_embeddings()
+    embedding: Any = model.get_input_embeddings().weight
+    if getattr(head, "bias", None) is not None:
+        raise UserError(f"{folder}: this family's head has a bias, which drafters that share the head do not know; it is not supported")
+    generator = torch.Generator().manual_seed(0)
+    embedding.normal_(generator=generator)
+    embedded, _, _ = _run(model)
+    scale = _slope(embedded, embedding)
+    if not math.isclose(_distance(embedded, scale * embedding), 0.0, abs_tol=TOLERANCE):
+        raise UserError(
+            f"{folder}: this family does more to its embeddings than scale them, which drafters do not know; it is not supported"
+        )
+    if head.weight is not embedding:
+        head.weight.normal_(generator=generator)
+    rows = head.weight.clone()
+    measured = []
+    for size in (1e-3, 1.0, 1e6):
+        head.weight.copy_(rows * size)
+        _, hidden, logits = _run(model)
+        measured.append((hidden @ head.weight.T, logits))
+    logit_scale = _slope(measured[0][1], measured[0][0])
+    plain, logits = (x.abs().max().item() for x in measured[2])
+    softcap = logits if logits < 1e-2 * logit_scale * plain else None
+    expected = logit_scale * measured[1][0]
+    expected = expected if softcap is None else softcap * torch.tanh(expected / softcap)
+    if not math.isclose(_distance(measured[1][1], expected), 0.0, abs_tol=TOLERANCE):
+        raise UserError(f"{folder}: this family does more to its logits than scale and cap them, which drafters do not know")
+    return VocabularyRules(_plain(scale), _plain(logit_scale), None if softcap is None else _plain(softcap))
+
+
+def _miniature(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
+    """The target's own classes at one layer and a few rows, in float32. What it is, is unchanged: its width, its multipliers, its norms."""
+    try:
+        config = copy.deepcopy(AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code))
+        _shrink(config.get_text_config(decoder=True))
+        config.dtype = torch.float32
+        with torch.random.fork_rng(devices=[]):
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code).eval().requires_grad_(False)
+    except Exception as error:  # the code of any family runs here
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"{folder}: its family cannot be built by this version of transformers ({reason}); try a newer one") from None
+
+
+def _shrink(config: PreTrainedConfig) -> None:
+    depth = config.num_hidden_layers
+    changes: dict[str, Any] = {name: value[:1] for name, value in vars(config).items() if isinstance(value, list) and len(value) == depth}
+    changes |= {"num_hidden_layers": 1, "vocab_size": ROWS, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    changes |= {name: NARROW for name in ("intermediate_size", "moe_intermediate_size") if isinstance(getattr(config, name, None), int)}
+    changes["tie_word_embeddings"] = False
+    for name, value in changes.items():
+        setattr(config, name, value)
+
+
+def _run(model: PreTrainedModel) -> tuple[Tensor, Tensor, Tensor]:
+    """What reaches the first layer, what the decoder gives out, and the logits, of all rows: [N, D], [N, D], [N, N]."""
+    seen: list[Tensor] = []
+    decoder: Any = model.get_decoder()
+    if not hasattr(decoder, "layers"):
+        raise UserError(f"target family {model.config.model_type}: its decoder keeps no list of layers, so none can be tapped")
+    hooks = [
+        decoder.layers[0].register_forward_pre_hook(
+            lambda _, inputs, kwargs: seen.append(inputs[0] if inputs else kwargs["hidden_states"]), with_kwargs=True
+        ),
+        decoder.register_forward_hook(lambda _, inputs, output: seen.append(output[0])),
+    ]
+    try:
+        logits = model(input_ids=torch.arange(ROWS)[None], use_cache=False).logits
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return seen[0][0].float(), seen[1][0].float(), logits[0].float()
+
+
+def _slope(y: Tensor, x: Tensor) -> float:
+    """The factor by which y is x."""
+    return float((y.double() * x).sum() / (x.double() * x).sum())
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    return float((one - other).norm() / other.norm())
+
+
+def _plain(value: float) -> float:
+    """Without the rounding of the measurement: seven digits."""
+    return float(f"{value:.7g}")
