@@ -11,22 +11,31 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from common.cli import check_output, json_object, positive, run_script
 from common.errors import UserError
 
+if TYPE_CHECKING:
+    from common.generation.generate import Job
 
-def main(argv):
+Commands = Any
+"""What argparse's add_subparsers returns; its class is private."""
+
+
+def main(argv: list[str]) -> None:
+    """Run one command. Raises: UserError for what cannot be done."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for add_command in (add_synthesize, add_regenerate, add_convert, add_pack, add_inspect):
         add_command(commands)
     arguments = parser.parse_args(argv)
-    return arguments.run(arguments)
+    arguments.run(arguments)
 
 
-def add_synthesize(commands):
+def add_synthesize(commands: Commands) -> None:
     command = add_writing(commands, "synthesize", run_synthesize, "the target writes conversations, the users' turns too")
     command.add_argument("--num", type=positive, required=True, help="conversations that pass the filters")
     command.add_argument("--turns", type=positive, default=1, help="questions and answers per conversation")
@@ -35,20 +44,31 @@ def add_synthesize(commands):
     command.add_argument("--max-user-tokens", type=positive, default=128, help="of a user's turn")
 
 
-def run_synthesize(arguments):
-    print(json.dumps(open_job(arguments).synthesize(arguments.num)))
+def run_synthesize(arguments: argparse.Namespace) -> None:
+    report(open_job(arguments).synthesize(arguments.num))
 
 
-def add_regenerate(commands):
+def add_regenerate(commands: Commands) -> None:
     command = add_writing(commands, "regenerate", run_regenerate, "the target answers the users' turns of given conversations anew")
     command.add_argument("--input", required=True, help="JSONL file, .gz too, in any of pack's shapes")
 
 
-def run_regenerate(arguments):
-    print(json.dumps(open_job(arguments).regenerate()))
+def run_regenerate(arguments: argparse.Namespace) -> None:
+    report(open_job(arguments).regenerate())
 
 
-def add_writing(commands, name, run, purpose):
+def report(summary: dict[str, int]) -> None:
+    """Print what became of the rows: JSON on stdout, what a person should know on stderr."""
+    print(json.dumps(summary))
+    if without := summary.get("without_token_ids"):
+        print(
+            f"{without} rows carry no token ids, because the server did not give them: pack will tokenize their text, which may not give "
+            "the target's own tokens back (vLLM from 0.10.2 on, SGLang and llama.cpp give them)",
+            file=sys.stderr,
+        )
+
+
+def add_writing(commands: Commands, name: str, run: Callable[[argparse.Namespace], None], purpose: str) -> argparse.ArgumentParser:
     command = commands.add_parser(name, help=purpose)
     command.add_argument("--target", required=True, help="folder or hub id of the target")
     command.add_argument("--output", required=True, help="JSONL file that rows are appended to; started again, a run goes on where it was")
@@ -67,13 +87,13 @@ def add_writing(commands, name, run, purpose):
     return command
 
 
-def open_job(arguments):
+def open_job(arguments: argparse.Namespace) -> "Job":
     from common.generation.generate import Job
 
     return Job.open(**{name: value for name, value in vars(arguments).items() if name not in ("run", "num")})
 
 
-def add_convert(commands):
+def add_convert(commands: Commands) -> None:
     command = commands.add_parser("convert", help="a GGUF file to a folder of safetensors that everything here reads")
     command.add_argument("--gguf", required=True, metavar="FILE")
     command.add_argument("--output", required=True, help="folder to write")
@@ -81,29 +101,30 @@ def add_convert(commands):
     command.set_defaults(run=run_convert)
 
 
-def run_convert(arguments):
+def run_convert(arguments: argparse.Namespace) -> None:
     from common.generation.gguf import convert
 
     convert(arguments.gguf, arguments.output, arguments.dtype)
     print(f"{arguments.output}: written; its logits equal those of {arguments.gguf}")
 
 
-def add_pack(commands):
+def add_pack(commands: Commands) -> None:
     command = commands.add_parser("pack", help="JSONL conversations to token ids and loss mask")
     command.add_argument("inputs", nargs="+", help="JSONL files, .gz too, `-` for stdin: messages, conversations, prompt/completion, text")
     command.add_argument("--target", required=True, help="folder or hub id of the target, for its tokenizer and chat template")
     command.add_argument("--output", required=True, help="folder of the token store; a store that is there is replaced")
     command.add_argument("--max-tokens", type=positive, help="cut documents to this length")
-    command.add_argument("--heldout", type=int, default=0, metavar="N", help="split off N documents as a store for validation")
+    command.add_argument("--heldout", type=int, default=0, metavar="N", help="split off N conversations as a store for validation")
     command.add_argument("--heldout-output", help="its folder (default: OUTPUT-heldout)")
     command.add_argument("--chat-template-kwargs", type=json_object, default={}, help="JSON, e.g. '{\"enable_thinking\": false}'")
-    command.add_argument("--seed", type=int, default=0, help="of the choice of held-out documents")
+    command.add_argument("--seed", type=int, default=0, help="of the choice of held-out conversations")
+    command.add_argument("--workers", type=positive, metavar="N", help="processes that tokenize (default: one a core)")
     command.add_argument("--json", nargs="?", const="-", type=json_file, help="write the summary to this file, or instead of text")
     command.set_defaults(run=run_pack)
 
 
-def run_pack(arguments):
-    from common.data.tokenizing import describe_counts, pack
+def run_pack(arguments: argparse.Namespace) -> None:
+    from common.data.preparing import describe_counts, pack
 
     if arguments.json not in (None, "-"):
         check_output("--json", arguments.json)
@@ -119,7 +140,7 @@ def run_pack(arguments):
     print(describe_counts(summary))
 
 
-def add_inspect(commands):
+def add_inspect(commands: Commands) -> None:
     command = commands.add_parser("inspect", help="what a token store holds")
     command.add_argument("store")
     command.add_argument("--document", type=int, action="append", metavar="N", help="show document N (from 0); may be repeated")
@@ -127,10 +148,10 @@ def add_inspect(commands):
     command.set_defaults(run=run_inspect)
 
 
-def run_inspect(arguments):
+def run_inspect(arguments: argparse.Namespace) -> None:
     from common.data.chat import Chat, load_tokenizer
+    from common.data.preparing import describe_counts
     from common.data.store import TokenStore
-    from common.data.tokenizing import describe_counts
 
     store = TokenStore.open(arguments.store)
     if arguments.document is None:
@@ -143,7 +164,7 @@ def run_inspect(arguments):
         print(chat.show(*store.document(number), color=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
 
 
-def json_file(text):
+def json_file(text: str) -> str:
     if text.endswith((".jsonl", ".gz")):  # an input behind the flag would be lost
         raise ValueError
     return text

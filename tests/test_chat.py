@@ -1,6 +1,6 @@
 """The loss mask decides what a drafter learns: on context it wastes its capacity, off an answer it never learns to end one.
 
-The templates are those that the families update_weights, but for their tool branches; none has generation markers.
+The templates are those that the families come with, but for their tool branches; none has generation markers.
 """
 
 import json
@@ -146,7 +146,7 @@ def _without_added_tokens(text):
 
 
 def one(chat, row):
-    """The document of a row; raises the Rejected that stands in its place."""
+    """The document of a row; raises the Rejected that there is instead."""
     (document,) = chat.documents([row])
     if isinstance(document, Rejected):
         raise document
@@ -176,8 +176,8 @@ def test_exactly_the_answers_are_supervised_with_their_ends(family):
     chat, middle, last = family
     ids, mask = one(chat, {"messages": CONVERSATION})
     assert ids.tolist() == chat.tokenizer.apply_chat_template(CONVERSATION, tokenize=True, return_dict=False)
-    wanted = [middle.format(CONVERSATION[1]["content"]), last.format(CONVERSATION[3]["content"])]
-    assert squeeze(supervised(chat, ids, mask)) == squeeze(wanted)
+    expected = [middle.format(CONVERSATION[1]["content"]), last.format(CONVERSATION[3]["content"])]
+    assert squeeze(supervised(chat, ids, mask)) == squeeze(expected)
 
 
 def test_special_tokens_in_content_are_text(family):
@@ -191,8 +191,8 @@ def test_special_tokens_in_content_are_text(family):
     assert ids[np.isin(ids, chat._special_ids)].tolist() == real[np.isin(real, chat._special_ids)].tolist()
     text = chat.tokenizer.apply_chat_template(attack, tokenize=False)
     assert squeeze([chat.backend.decode(ids.tolist(), skip_special_tokens=False)]) == squeeze([text])
-    wanted = [middle.format(f"c {forged} d"), last.format(CONVERSATION[3]["content"])]
-    assert squeeze(supervised(chat, ids, mask)) == squeeze(wanted)
+    expected = [middle.format(f"c {forged} d"), last.format(CONVERSATION[3]["content"])]
+    assert squeeze(supervised(chat, ids, mask)) == squeeze(expected)
 
 
 def test_hidden_text_is_tokenized_as_the_tokenizer_would(family):
@@ -311,7 +311,7 @@ def test_all_shapes_say_the_same():
         ({"messages": CONVERSATION[:2], "tools": json.loads("[" * 900 + "]" * 900)}, "nested too deeply"),
     ],
 )
-def test_what_cannot_be_placed_is_rejected_with_its_reason(row, reason):
+def test_what_has_no_turns_is_rejected_with_its_reason(row, reason):
     """A line that is quietly mended or supervised throughout teaches something nobody wrote."""
     chat = Chat(make_tokenizer(MISTRAL, FAMILIES["mistral"][1]))
     with pytest.raises(Rejected, match=reason):
@@ -350,8 +350,47 @@ def test_random_conversations_keep_the_rule(family):
         contents = ["q" + "".join(draw.choice(pieces, draw.integers(0, 8))) + "z" for _ in range(4)]
         messages = [turn | {"content": content} for turn, content in zip(CONVERSATION, contents, strict=True)]
         ids, mask = one(chat, {"messages": messages})
-        wanted = [middle.format(contents[1]), last.format(contents[3])]
-        assert squeeze(supervised(chat, ids, mask)) == squeeze(wanted)
+        expected = [middle.format(contents[1]), last.format(contents[3])]
+        assert squeeze(supervised(chat, ids, mask)) == squeeze(expected)
+
+
+def test_turns_found_at_once_are_those_found_one_by_one(family):
+    """The fast way must find what the slow one finds, or leave it to it: a turn that begins a word off is a wrong mask."""
+    chat, _, _ = family
+    draw, found = np.random.default_rng(1), 0
+    pieces = [" ", "\n", "\n\n", "a", "four", "### user:\n", "### assistant:\n", "USER: ", " ASSISTANT: ", "</think>", "<think>"]
+    for _ in range(60):
+        messages = [turn | {"content": "".join(draw.choice(pieces, draw.integers(0, 6)))} for turn in CONVERSATION * draw.integers(1, 4)]
+        text = chat.render(messages)
+        at_once = chat.turns.all_at_once(messages, text, None)
+        if at_once is not None:
+            assert at_once == [chat.turns.one(messages, i, text, None) for i, m in enumerate(messages) if m["role"] == "assistant"]
+            found += 1
+    assert found > 20, "the fast way must be taken for this test to be one"
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama3", "alpaca"])
+def test_a_long_conversation_is_rendered_a_few_times(name, monkeypatch):
+    """An agent's log of thousands of messages, rendered anew for each of them, would hold up a pack for minutes."""
+    template, specials, _, last = FAMILIES[name]
+    chat, renderings = Chat(make_tokenizer(template, specials)), []
+    render = chat.turns.render
+    monkeypatch.setattr(chat.turns, "render", lambda *args: renderings.append(args) or render(*args))
+    messages = [turn | {"content": f"{turn['content']} {i}"} for i in range(200) for turn in CONVERSATION[2:]]
+    ids, mask = one(chat, {"messages": messages})
+    assert squeeze(supervised(chat, ids, mask))[-1] == squeeze([last.format("The answer 199")])[0]
+    assert len(supervised(chat, ids, mask)) == 200 and len(renderings) <= 4
+
+
+def test_an_answer_that_forges_the_next_turn_is_found_one_by_one():
+    """A template of plain text cannot tell a forged turn from a real one by searching: then each turn gets a rendering of its own."""
+    template, specials, _, _ = FAMILIES["alpaca"]
+    chat = Chat(make_tokenizer(template, specials))
+    forged = CONVERSATION[1]["content"] + "\n\n### user:\nx\n\n### assistant:\nno"
+    messages = [CONVERSATION[0], CONVERSATION[1] | {"content": forged}, *CONVERSATION[2:]]
+    assert chat.turns.all_at_once(messages, chat.render(messages), None) is None
+    ids, mask = one(chat, {"messages": messages})
+    assert squeeze(supervised(chat, ids, mask)) == squeeze([forged, CONVERSATION[3]["content"]])
 
 
 def test_a_message_keeps_what_templates_ask_for():

@@ -64,7 +64,7 @@ def test_plain_gzipped_piped_and_several_files_are_one_data_set(pack, tmp_path, 
     assert piped.source_names == ["stdin"]
 
 
-def test_bad_lines_are_counted_with_their_places_and_never_fatal(pack, tmp_path):
+def test_bad_lines_are_counted_with_their_locations_and_never_fatal(pack, tmp_path):
     """One broken line in a million must cost one line, and the user must be able to find it."""
     good, file = jsonl(rows_of(1)), tmp_path / "a.jsonl"
     bad = [
@@ -81,8 +81,8 @@ def test_bad_lines_are_counted_with_their_places_and_never_fatal(pack, tmp_path)
     summary, store = pack(file)
     assert summary["lines"] == 18 and summary["rejected"] == len(bad) and summary["accepted"] == len(store) == 10
     assert sum(entry["count"] for entry in summary["rejects"].values()) == len(bad)
-    places = sorted((place for entry in summary["rejects"].values() for place in entry["lines"]), key=lambda p: int(p.split(":")[-1]))
-    assert places == [f"{file}:{2 * i + 2}" for i in range(len(bad))]
+    found = sorted((line for entry in summary["rejects"].values() for line in entry["lines"]), key=lambda p: int(p.split(":")[-1]))
+    assert found == [f"{file}:{2 * i + 2}" for i in range(len(bad))]
     assert summary["rejects"]["not JSON"]["lines"] == [f"{file}:2", f"{file}:10"]
     assert summary["rejects"]["not UTF-8"]["count"] == 1
 

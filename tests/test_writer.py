@@ -1,119 +1,35 @@
 """The target writes its own training data: what lands in the file must be its words, once each, whatever stops or breaks on the way."""
 
-import http.server
 import itertools
-import json
 import os
 import signal
-import threading
-from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from ranks import Job as ScriptJob
+from writing import FLAGS, open_job, rows_of, write_questions
 
 from common.data.chat import Chat, load_tokenizer
 from common.errors import UserError
-from common.generation import generate
-from common.generation.backends import LocalBackend, Reply, Request, Sampling, SeededChoice, ServerBackend, advance, nucleus
+from common.generation.backends import LocalBackend, Reply, Request, Sampling, SeededChoice, advance, nucleus
 from common.generation.conversation_file import is_loop
-from common.generation.generate import Job, Script
+from common.generation.script import Script
 from common.target.files import read_spec
-
-FLAGS = dict(
-    answers="sampled", temperature=1.0, top_p=0.95, max_tokens=12, keep=("cut", "loop"), chat_template_kwargs={}, seed=3, server=None,
-    concurrency=4, batch_size=4, device="cpu",
-)  # fmt: skip
-QUESTIONS = [["count 1", "and on"], ["count 20"], ["what", "why", "how"], ["go"], ["7"], ["count 3", "again"]]
-
-
-def open_job(target, output, **changes):
-    return Job.open(str(target), output, **FLAGS | changes)
-
-
-def rows_of(path):
-    return {row["id"]: row for row in map(json.loads, path.read_text().splitlines())}
 
 
 @pytest.fixture
 def questions(tmp_path):
-    """A file of conversations whose answers are somebody else's."""
-    path = tmp_path / "given.jsonl"
-    turns = [[{"role": r, "content": c} for q in user for r, c in (("user", q), ("assistant", "not the target's"))] for user in QUESTIONS]
-    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in turns))
-    return path
+    return write_questions(tmp_path / "given.jsonl")
 
 
-@pytest.fixture
-def server(tiny_target):
-    with ModelServer(tiny_target) as running:
-        yield running
-
-
-class ModelServer:
-    """An OpenAI-compatible server of the tiny target; `fault(prompt, tries)` names what goes wrong with a request, if anything."""
-
-    def __init__(self, target):
-        tokenizer = load_tokenizer(target)
-        self.backend, self.lock = LocalBackend(target, tokenizer, 256, 1, "cpu"), threading.Lock()
-        self.fault, self.tries, self.retried = lambda prompt, tries: None, Counter(), {}
-        ours = self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_GET(self):
-                self.reply({"data": [{"id": "tiny"}]} if self.path == "/v1/models" else {}, 200 if self.path == "/v1/models" else 404)
-
-            def do_POST(self):
-                ours.complete(self, json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-
-            def reply(self, value, code=200):
-                self.send(json.dumps(value).encode(), code)
-
-            def send(self, data, code=200, length=None):
-                self.send_response(code)
-                self.send_header("Content-Length", str(len(data) if length is None else length))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, *_):
-                pass
-
-        self.http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.http.handle_error = lambda *_: None  # the client hung up
-        self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
-
-    def complete(self, handler, body):
-        prompt = tuple(body["prompt"])
-        with self.lock:
-            self.tries[prompt] += 1
-            tries, retried = self.tries[prompt], self.retried.setdefault(prompt, threading.Event())
-        if tries > 1:
-            retried.set()
-        fault = self.fault(prompt, tries)
-        if fault in (400, 429, 500):
-            return handler.reply({"error": "no"}, fault)
-        if fault == "malformed":
-            return handler.send(b'{"choices": [{"te')
-        if fault == "no text":
-            return handler.reply({"choices": []})
-        if fault == "cut":
-            return handler.send(b'{"choices"', length=5000)
-        if fault == "slow":  # never answers a request that the client still waits for
-            retried.wait(30)
-        sampling = Sampling(body["temperature"], body["top_p"], body["max_tokens"])
-        with self.lock:
-            (reply,) = self.backend.write([Request(prompt, sampling, (258,), body["seed"])])
-        handler.reply({"choices": [{"text": reply.text, "finish_reason": "length" if reply.cut else "stop"}]})
-
-    def __enter__(self):
-        threading.Thread(target=self.http.serve_forever, daemon=True).start()
-        return self
-
-    def __exit__(self, *_):
-        self.http.shutdown()
-        self.http.server_close()
+def play(dialogue, write):
+    """What becomes of a dialogue whose every request is answered by write()."""
+    answer = advance(dialogue, None)
+    while isinstance(answer, Request):
+        answer = advance(dialogue, write())
+    return answer
 
 
 class Canned:
@@ -124,64 +40,8 @@ class Canned:
 
     def run(self, jobs, done):
         for row_id, dialogue in jobs:
-            outcome, reply, texts = None, None, itertools.cycle(self.texts)
-            while outcome is None:
-                _, outcome = advance(dialogue, reply)
-                reply = Reply(next(texts), 1, self.cut)
-            yield [(row_id, outcome)]
-
-
-def test_both_engines_write_the_same_rows_whatever_the_network_does(tiny_target, questions, server, tmp_path, monkeypatch):
-    """A retry that loses, doubles or changes a row would silently train the drafter on words that are not the target's."""
-    monkeypatch.setattr(generate, "ServerBackend", lambda *args: ServerBackend(*args, pause_s=0.001))
-    faults = itertools.cycle([429, "malformed", "cut", 500, "no text"])
-    server.fault = lambda prompt, tries: next(faults) if tries == 1 else None
-    there = open_job(tiny_target, tmp_path / "server.jsonl", server=server.url, input=questions)
-    here = open_job(tiny_target, tmp_path / "local.jsonl", input=questions)
-    assert there.regenerate() == here.regenerate()
-    written = rows_of(tmp_path / "local.jsonl")
-    assert rows_of(tmp_path / "server.jsonl").keys() == written.keys()
-    for row_id, row in rows_of(tmp_path / "server.jsonl").items():
-        assert row["messages"] == written[row_id]["messages"]
-    assert len(written) == len(QUESTIONS) and min(server.tries.values()) > 1
-
-
-def test_an_answer_that_never_comes_is_asked_for_again(tiny_target, server):
-    """One hung request would hold up the whole run."""
-    server.fault = lambda prompt, tries: "slow" if tries == 1 else None
-    server.backend.write = lambda requests: [Reply("here", 1, False)]
-    backend = ServerBackend(server.url, load_tokenizer(tiny_target), 1, retries=20, pause_s=0.001, timeout_s=0.3)
-    assert backend.write(Request((1, 2), Sampling(0, 1, 8), (258,), 0)).text == "here"
-    assert server.tries[1, 2] > 1
-
-
-def test_rows_that_fail_are_kept_apart_and_tried_again(tiny_target, questions, server, tmp_path, monkeypatch):
-    """One bad row must neither stop the others nor be lost."""
-    monkeypatch.setattr(generate, "ServerBackend", lambda *args: ServerBackend(*args, retries=1, pause_s=0.001))
-    doomed = Chat(load_tokenizer(tiny_target)).prompt([{"role": "user", "content": "go"}]).tolist()
-    refused = Chat(load_tokenizer(tiny_target)).prompt([{"role": "user", "content": "7"}]).tolist()
-    server.fault = lambda prompt, tries: {tuple(doomed): 500, tuple(refused): 400}.get(prompt)
-    output = tmp_path / "out.jsonl"
-    summary = open_job(tiny_target, output, server=server.url, input=questions).regenerate()
-    errors = rows_of(tmp_path / "out.jsonl.errors.jsonl")
-    assert summary["error"] == 2 and len(rows_of(output)) == len(QUESTIONS) - 2
-    assert "2 tries" in errors["4"]["error"] and "HTTP 500" in errors["4"]["error"] and "HTTP 400" in errors["5"]["error"]
-    assert server.tries[tuple(refused)] == 1, "what the server refuses for good is not worth a retry"
-    server.fault = lambda prompt, tries: None
-    before = output.read_text()
-    open_job(tiny_target, output, server=server.url, input=questions).regenerate()
-    assert output.read_text().startswith(before) and len(rows_of(output)) == len(QUESTIONS)
-    assert not (tmp_path / "out.jsonl.errors.jsonl").exists()
-
-
-def test_a_server_that_is_down_or_broken_is_an_error_at_once(tiny_target, server, tmp_path, monkeypatch):
-    """Nobody wants to find a million error rows in the morning."""
-    monkeypatch.setattr(generate, "ServerBackend", lambda *args: ServerBackend(*args, retries=0, pause_s=0.001))
-    with pytest.raises(UserError, match=r"--server http://127.0.0.1:1/v1 does not list a model"):
-        open_job(tiny_target, tmp_path / "a.jsonl", server="http://127.0.0.1:1/v1")
-    server.fault = lambda prompt, tries: 500
-    with pytest.raises(UserError, match=r"16 conversations in a row failed, the last with.*HTTP 500"):
-        open_job(tiny_target, tmp_path / "b.jsonl", server=server.url, max_user_tokens=4).synthesize(100)
+            texts = itertools.cycle(self.texts)
+            yield [(row_id, play(dialogue, lambda texts=texts: Reply(next(texts), 1, self.cut, (1,))))]
 
 
 def test_a_killed_run_goes_on_to_the_same_rows(tiny_target, tmp_path):
@@ -252,14 +112,14 @@ def test_the_target_is_led_to_write_a_users_turn(tiny_target):
         == "<|im_start|>system\nBe brief.\nThe user writes about: rivers<|im_end|>\n<|im_start|>user\n"
     )
     assert question.stop_ids == (258, 256) and question.sampling.max_tokens == 9
-    answer = dialogue.send(Reply(" How long? ", 3, False))
+    answer = dialogue.send(Reply(" How long? ", 3, False, None))
     head = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHow long?<|im_end|>\n<|im_start|>assistant\n"
     assert chat.tokenizer.decode(answer.prompt) == head
-    second = dialogue.send(Reply("Very.", 2, False))
+    second = dialogue.send(Reply("Very.", 2, False, None))
     assert chat.tokenizer.decode(second.prompt).endswith(
         "rivers<|im_end|>\n" + head.partition("<|im_end|>\n")[2] + "Very.<|im_end|>\n<|im_start|>user\n"
     )
-    last = dialogue.send(Reply("And why?", 3, False))
+    last = dialogue.send(Reply("And why?", 3, False, None))
     assert len({request.seed for request in (question, answer, second, last)}) == 4
 
 
@@ -272,7 +132,7 @@ def test_a_conversation_is_cut_if_any_of_its_turns_is(tiny_target):
             dialogue = make()
             advance(dialogue, None)
             for turn in range(turns):
-                _, row = advance(dialogue, Reply("so", 1, turn == cut))
+                row = advance(dialogue, Reply("so", 1, turn == cut, None))
             assert row["cut"] == (cut < turns)
 
 
@@ -323,11 +183,8 @@ class Moody:
         for row_id, dialogue in jobs:
             if row_id in done:
                 continue
-            outcome, reply = None, None
-            while outcome is None:
-                _, outcome = advance(dialogue, reply)
-                reply = Reply("" if row_id in self.silent else row_id, 1, False)
-            yield [(row_id, outcome)]
+            reply = Reply("" if row_id in self.silent else row_id, 1, False, (1,))
+            yield [(row_id, play(dialogue, lambda reply=reply: reply))]
 
 
 def test_a_flawed_last_row_is_made_up_for(tiny_target, tmp_path):
@@ -358,14 +215,6 @@ def test_nothing_usable_is_an_error(tiny_target, tmp_path):
         open_job(tiny_target, tmp_path / "b.jsonl", input=given, max_tokens=512)
 
 
-def test_a_stop_ends_a_servers_conversations_at_the_next_turn(tiny_target, server):
-    backend = ServerBackend(server.url, load_tokenizer(tiny_target), 1)
-    backend.stopping.set()
-    script = Script(Chat(load_tokenizer(tiny_target)), read_spec(tiny_target), 0, Sampling(0, 1, 8), Sampling(1, 1, 8))
-    _, outcome = backend._play("0", script.synthesize("0"))
-    assert str(outcome) == "stopped" and not server.tries
-
-
 def test_other_settings_do_not_mix_into_a_file(tiny_target, tmp_path):
     """Rows of two temperatures in one file cannot be told apart afterwards."""
     open_job(tiny_target, tmp_path / "out.jsonl", max_user_tokens=4).synthesize(2)
@@ -388,8 +237,8 @@ def test_the_nucleus_is_that_of_a_sort():
     for top_p in (0.1, 0.5, 0.95):
         sorted_BV, order_BV = probabilities_BV.sort(-1, descending=True)
         kept_BV = sorted_BV.cumsum(-1) - sorted_BV < top_p
-        wanted_BV = torch.zeros_like(sorted_BV).scatter_(1, order_BV, sorted_BV * kept_BV)
-        torch.testing.assert_close(nucleus(probabilities_BV, top_p), wanted_BV, rtol=0, atol=0)
+        expected_BV = torch.zeros_like(sorted_BV).scatter_(1, order_BV, sorted_BV * kept_BV)
+        torch.testing.assert_close(nucleus(probabilities_BV, top_p), expected_BV, rtol=0, atol=0)
 
 
 def test_draws_follow_the_distribution(tiny_target):

@@ -1,28 +1,35 @@
 """Conversations to token ids and loss mask, through the chat template of the target's tokenizer; and back to a person's eyes.
 
-Supervised is what the target itself would have generated: an assistant's turn from the end of the generation prompt through its
-end-of-turn token. Where that lies is found by rendering, so any template works and none needs generation markers.
+Supervised are the assistant's turns (`common/data/turns.py`). Text inside a message that merely looks like a special token is hidden
+while the template runs and tokenized as ordinary text.
 
-Text inside a message that merely looks like a special token is hidden while the template runs and tokenized as ordinary text.
+Legend: N tokens of a document.
 """
 
 import itertools
 import re
+from collections.abc import Iterable, Iterator
 from functools import cached_property
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-from tokenizers import AddedToken, Tokenizer
-from transformers import AutoTokenizer
+from tokenizers import AddedToken, Encoding, Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.utils import cached_file
 
-from common.data.conversations import Rejected, _message, conversation
+from common.data.conversations import Message, Rejected, conversation, normalise
+from common.data.store import Document, vocabulary_digest
+from common.data.turns import Span, Turns
 from common.errors import UserError
+from common.trees import digest
 
 PRIVATE = re.compile("[\U00100000-\U0010ffff]")  # a plane of Unicode left to private use: our placeholders live in it
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-ESCAPE, PROBE, MARK = 0x100000, "\U0010fffd", "\U0010fffc"
+ESCAPE, MARK = 0x100000, "\U0010fffc"
 
 
-def load_tokenizer(path):
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
     """The tokenizer of a folder or hub id. Raises: UserError if there is none, or none with exact offsets."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
@@ -30,7 +37,7 @@ def load_tokenizer(path):
         raise UserError(
             f"no tokenizer could be loaded from {path} ({str(error).strip().splitlines()[0]}); give the target's folder"
         ) from None
-    if not tokenizer.is_fast:
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise UserError(f"the tokenizer of {path} has no tokenizer.json: its offsets, by which the loss mask is set, are unknown")
     return tokenizer
 
@@ -38,49 +45,70 @@ def load_tokenizer(path):
 class Chat:
     """A tokenizer with its chat template: rows to documents, conversations to prompts."""
 
-    def __init__(self, tokenizer, template_kwargs=None):
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, template_kwargs: dict[str, Any] | None = None) -> None:
         self.tokenizer, self.template_kwargs = tokenizer, template_kwargs or {}
         added = tokenizer.added_tokens_decoder
         specials = {token.content: id for id, token in added.items() if token.special and token.content}
         self._special_ids = np.array(sorted(specials.values()), np.int64)
         self._escapes = {text: chr(ESCAPE + i) for i, text in enumerate(specials)}
         self._special_text = _any_of(specials)
-        self._end_of_turn = re.compile(r"\s*" + _any_of(token.content for token in added.values()).pattern)
         self._plain = {ord(escape): text for text, escape in self._escapes.items()}
+        self.turns = Turns(self.render, re.compile(r"\s*" + _any_of(token.content for token in added.values()).pattern))
         self.backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self.backend.no_padding()
         self.backend.no_truncation()
 
     @property
-    def template(self):
+    def template(self) -> str | None:
+        """The Jinja text of the chat template, or None for a tokenizer that has none."""
         given = self.template_kwargs.get("chat_template")
         return given or (self.tokenizer.get_chat_template() if self.tokenizer.chat_template else None)
 
-    def documents(self, rows):
-        """Encode parsed JSONL rows. Returns, for each, (ids int32 [n], mask uint8 [n]) or the Rejected that says why not."""
-        results = []
+    @property
+    def template_digest(self) -> str:
+        """Hash of the template and of what else it is given: equal where equal messages become equal text."""
+        return digest([self.template, {k: v for k, v in self.template_kwargs.items() if k != "chat_template"}])
+
+    @cached_property
+    def vocabulary_digest(self) -> str:
+        """Hash of the token-to-id table: equal for tokenizers that give the same ids their meaning."""
+        path = self.tokenizer.name_or_path
+        file = path and cached_file(path, "tokenizer.json", _raise_exceptions_for_missing_entries=False, local_files_only=True)
+        return vocabulary_digest(Path(file).read_text() if file else self.backend.to_str())
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """One more than the highest token id."""
+        return max(self.tokenizer.get_vocab().values()) + 1
+
+    def documents(self, rows: Iterable[Any]) -> list[Document | Rejected]:
+        """Encode parsed JSONL rows. Returns, for each, its document or the Rejected that says why there is none."""
+        texts: list[tuple[str, list[Span] | None] | Rejected] = []
         for row in rows:
             try:
-                results.append(self._text_and_spans(row))
+                texts.append(self._text_and_spans(row))
             except Rejected as rejected:
-                results.append(rejected)
+                texts.append(rejected)
             except RecursionError:
-                results.append(Rejected("nested too deeply"))
-        good = [i for i, result in enumerate(results) if not isinstance(result, Rejected)]
-        for i, (ids, offsets) in zip(good, self._encode([results[i][0] for i in good]), strict=True):
-            text, spans = results[i]
-            mask = _mask(text, offsets, [(0, len(text))] if spans is None else spans)
-            if spans is None:  # a template writes the first token itself, a bare text leaves it to the tokenizer
-                ids, mask = np.append(self._first_ids, ids), np.append(np.zeros_like(self._first_ids), mask)
-            results[i] = ids, mask
-        return results
+                texts.append(Rejected("nested too deeply"))
+        encoded = self._encode([text[0] for text in texts if not isinstance(text, Rejected)])
+        return [text if isinstance(text, Rejected) else self._document(*text, *next(encoded)) for text in texts]
 
-    def prompt(self, messages):
-        """Token ids int32 of a conversation with the generation prompt behind it."""
-        text = self._render(self._hide([_message(message) for message in messages]), generation=True)
+    def _document(self, text: str, spans: list[Span] | None, ids: np.ndarray, offsets: np.ndarray) -> Document:
+        if spans is not None:
+            return ids, _mask(text, offsets, spans)
+        first = self._first_ids  # a template writes the first token itself, a bare text leaves it to the tokenizer
+        return np.append(first, ids), np.append(np.zeros(len(first), np.uint8), _mask(text, offsets, [(0, len(text))]))
+
+    def prompt(self, messages: list[Message]) -> np.ndarray:
+        """Token ids int32 of a conversation with the generation prompt behind it.
+
+        Raises: Rejected if the template refuses the messages.
+        """
+        text = self.render(self._hide([normalise(message) for message in messages]), generation=True)
         return next(self._encode([text]))[0]
 
-    def show(self, ids, mask, color):
+    def show(self, ids: np.ndarray, mask: np.ndarray, color: bool) -> str:
         """A document for reading: supervised text green (without color: between « and »), special tokens inverse (⟦ ⟧), and its anchors."""
         special = np.isin(ids, self._special_ids)
         changes = np.flatnonzero((np.diff(mask) != 0) | special[1:] | special[:-1]) + 1
@@ -96,8 +124,24 @@ class Chat:
         legend = "supervised: green, special tokens: inverse" if color else "supervised: « », special tokens: ⟦ ⟧"
         return f"{''.join(shown)}\n{len(ids)} tokens, {int(mask.sum())} supervised ({legend}); {len(anchors)} anchors may lie at {ranges}"
 
-    def _text_and_spans(self, row):
-        """A row's text, special tokens in its content hidden, and its supervised (begin, end) ranges; None: a bare text, all of it."""
+    def render(self, messages: list[Message], generation: bool = False, tools: Any = None) -> str:
+        """The template's text of messages, with the generation prompt behind it if asked for.
+
+        Raises: Rejected if there is no template, or if it refuses.
+        """
+        if self.template is None:
+            raise Rejected("the tokenizer has no chat template")
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    messages, tools=tools, tokenize=False, add_generation_prompt=generation, **self.template_kwargs
+                )
+            )
+        except Exception as error:  # a template may raise anything
+            raise Rejected(f"the template refuses: {' '.join(str(error).split())[:100]}") from None
+
+    def _text_and_spans(self, row: Any) -> tuple[str, list[Span] | None]:
+        """A row's text, special tokens in its content hidden, and its supervised spans; None: a bare text, all of it."""
         if isinstance(row, Rejected):
             raise row
         if not isinstance(row, dict):
@@ -108,42 +152,10 @@ class Chat:
         if all(message["role"] != "assistant" for message in messages):
             raise Rejected("no assistant turn")
         tools = self._hide(row.get("tools"))
-        text = self._render(messages, tools=tools)
-        return text, [self._span(messages, i, text, tools) for i, message in enumerate(messages) if message["role"] == "assistant"]
+        text = self.render(messages, tools=tools)
+        return text, self.turns.spans(messages, text, tools)
 
-    def _span(self, messages, turn, text, tools):
-        """Where turn's own tokens lie in the rendered text: the same conversation is rendered with a probe instead of the turn."""
-        probe = {"role": "assistant", "content": PROBE}
-        head, found, tail = self._render([*messages[:turn], probe, *messages[turn + 1 :]], tools=tools).partition(PROBE)
-        header, inserted = self._header
-        begin = len(head) - (len(inserted) if head.endswith(header + inserted) else 0)
-        end = len(text) - len(tail)
-        if not found or not text.endswith(tail) or text[:begin] != head[:begin] or begin > end:
-            raise Rejected("the template does not show an assistant's turn in one piece")
-        stop = self._end_of_turn.match(text, end)
-        return begin, stop.end() if stop else end
-
-    @cached_property
-    def _header(self):
-        """What the template opens an assistant's turn with, and what it then writes itself before the content (an empty thought)."""
-        user, answer = {"role": "user", "content": "x"}, {"role": "assistant", "content": PROBE}
-        before, prompt, whole = self._render([user]), self._render([user], generation=True), self._render([user, answer])
-        header, head = prompt.removeprefix(before), whole.partition(PROBE)[0]
-        if prompt == before or not prompt.startswith(before) or not head.startswith(prompt):
-            return "", ""
-        return header, head.removeprefix(prompt)
-
-    def _render(self, messages, generation=False, tools=None):
-        if self.template is None:
-            raise Rejected("the tokenizer has no chat template")
-        try:
-            return self.tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=generation, **self.template_kwargs
-            )
-        except Exception as error:  # a template may raise anything
-            raise Rejected(f"the template refuses: {' '.join(str(error).split())[:100]}") from None
-
-    def _hide(self, value):
+    def _hide(self, value: Any) -> Any:
         """Put a placeholder character instead of every special token's text."""
         if isinstance(value, dict):
             return {self._hide(k): self._hide(v) for k, v in value.items()}
@@ -159,13 +171,13 @@ class Chat:
             raise Rejected("text with characters of Unicode's private plane 16")
         return self._special_text.sub(lambda match: self._escapes[match[0]], value)
 
-    def _encode(self, texts):
-        """Yield ids int32 [n] and (begin, end) offsets int64 [n, 2] for each text."""
+    def _encode(self, texts: list[str]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield ids int32 [N] and (begin, end) offsets int64 [N, 2] for each text."""
         for text, encoding in zip(texts, self.backend.encode_batch(texts, add_special_tokens=False), strict=True):
             ids, offsets = _arrays(encoding)
             yield self._encode_hidden(text, ids, offsets) if PRIVATE.search(text) else (ids, offsets)
 
-    def _encode_hidden(self, text, ids, offsets):
+    def _encode_hidden(self, text: str, ids: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Encode anew what lies between two real special tokens and holds hidden ones, by a twin that knows no special tokens."""
         real = np.flatnonzero(np.isin(ids, self._special_ids))
         pieces, begin, first = [], 0, 0  # where the part between two special tokens begins, in characters and in tokens
@@ -178,7 +190,7 @@ class Chat:
                 pieces.append((ids[special:first], offsets[special:first]))
         return np.concatenate([ids for ids, _ in pieces]), np.concatenate([offsets for _, offsets in pieces])
 
-    def _encode_literally(self, part, begin):
+    def _encode_literally(self, part: str, begin: int) -> tuple[np.ndarray, np.ndarray]:
         lead = MARK if begin else ""  # some tokenizers treat a text's first word unlike one behind a token
         ids, offsets = _arrays(self._literal.encode(lead + part.translate(self._plain), add_special_tokens=False))
         start_of = np.cumsum([len(lead), *(len(self._plain.get(ord(c), c)) for c in part)])  # of each hidden character in the plain text
@@ -186,33 +198,38 @@ class Chat:
         return ids[len(lead) :], (begin + np.stack([first, last], 1))[len(lead) :]
 
     @cached_property
-    def _literal(self):
+    def _literal(self) -> Tokenizer:
         twin = Tokenizer.from_str(self.backend.to_str())
         twin.encode_special_tokens = True
         twin.add_tokens([AddedToken(MARK, normalized=False)])
         return twin
 
     @cached_property
-    def _first_ids(self):
+    def _first_ids(self) -> np.ndarray:
         """What the tokenizer puts before a bare text."""
         ids = self.backend.encode("x", add_special_tokens=True).ids
         return np.array(list(itertools.takewhile(set(self._special_ids.tolist()).__contains__, ids)), np.int32)
 
 
-def _any_of(texts):
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
     """A pattern that matches the longest of these texts, or nothing if there are none."""
-    return re.compile("(?:" + "|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True)) + ")" if texts else "(?!)")
+    escaped = [re.escape(text) for text in sorted(texts, key=len, reverse=True)]
+    return re.compile(f"(?:{'|'.join(escaped)})" if escaped else "(?!)")
 
 
-def _arrays(encoding):
+def _arrays(encoding: Encoding) -> tuple[np.ndarray, np.ndarray]:
     flat = itertools.chain.from_iterable(encoding.offsets)  # several times faster than an array of tuples
     return np.array(encoding.ids, np.int32), np.fromiter(flat, np.int64, 2 * len(encoding)).reshape(-1, 2)
 
 
-def _mask(text, offsets, spans):
-    """uint8 [n]: 1 on every token that holds a character of a span and, before it, at most white space."""
+def _mask(text: str, offsets: np.ndarray, spans: list[Span]) -> np.ndarray:
+    """uint8 [N]: 1 on every token that holds a character of a span and, before it, at most white space; offsets ascend."""
     begins, ends = offsets[:, 0], np.maximum(offsets[:, 1], offsets[:, 0] + 1)
     mask = np.zeros(len(offsets), np.uint8)
     for begin, end in spans:
-        mask |= ((begins >= len(text[:begin].rstrip())) & (ends > begin) & (begins < end)).view(np.uint8)
+        white = begin
+        while white and text[white - 1].isspace():
+            white -= 1
+        first = max(begins.searchsorted(white), ends.searchsorted(begin, "right"))
+        mask[first : begins.searchsorted(end)] = 1
     return mask

@@ -4,8 +4,10 @@ import gzip
 import json
 import sys
 import zlib
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 from common.errors import UserError
 
@@ -14,13 +16,19 @@ ROLES = {
     "model": "assistant", "chatgpt": "assistant", "tool": "tool", "function": "tool", "observation": "tool",
 }  # fmt: skip
 
+Message = dict[str, Any]
+"""What a chat template is given for a turn: `role`, `content` and whatever else the row said (names, tool calls, thoughts)."""
+
 
 class Rejected(Exception):
     """A line that cannot become a document; the message is the reason it is counted under."""
 
 
-def conversation(row):
-    """The messages of a JSONL row: `messages`, `conversations` (from/value) or `prompt` and `completion`."""
+def conversation(row: dict[str, Any]) -> list[Message]:
+    """The messages of a JSONL row: `messages`, `conversations` (from/value) or `prompt` and `completion`.
+
+    Raises: Rejected if the row has none of these shapes.
+    """
     turns = row.get("messages", row.get("conversations"))
     if turns is None and "prompt" in row and "completion" in row:
         turns = []
@@ -28,10 +36,11 @@ def conversation(row):
             turns += part if isinstance(part, list) else [{"role": role, "content": part}]
     if not isinstance(turns, list):
         raise Rejected("no messages, conversations, prompt with completion, or text")
-    return [_message(turn) for turn in turns]
+    return [normalise(turn) for turn in turns]
 
 
-def _message(turn):
+def normalise(turn: Any) -> Message:
+    """One turn in the notation that chat templates expect. Raises: Rejected if it is no message."""
     if not isinstance(turn, dict):
         raise Rejected("a message is not an object")
     role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
@@ -46,15 +55,18 @@ def _message(turn):
     return {k: v for k, v in turn.items() if k not in ("from", "value")} | {"role": ROLES[role], "content": content}
 
 
-def read_lines(path):
-    """Yield (location, source, line) of a JSONL file, plain or gzipped, or of stdin for `-`; a Rejected stands for what cannot be read."""
+def read_lines(path: str) -> Iterator[tuple[str, str, bytes | Rejected]]:
+    """Yield (location, source, line) of a JSONL file, plain or gzipped, or of stdin for `-`; a Rejected stands for what cannot be read.
+
+    Raises: UserError if the file cannot be opened.
+    """
     name, number = Path(path).name, 0
     source = "stdin" if path == "-" else name.removesuffix(".gz").removesuffix(".jsonl").removesuffix(".json")
     opener = gzip.open if name.endswith(".gz") else open
     try:
         stream = sys.stdin.buffer if path == "-" else opener(path, "rb")
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror})") from None
+        raise UserError(f"{path} cannot be read ({error.strerror}); name a file that can") from None
     with nullcontext() if path == "-" else stream:
         try:
             for number, line in enumerate(stream, 1):
@@ -63,7 +75,7 @@ def read_lines(path):
             yield f"{path}:{number + 1}", source, Rejected(f"the file cannot be read further ({type(error).__name__})")
 
 
-def parse(line):
+def parse(line: bytes | Rejected) -> Any:
     """The JSON value of a line, or the Rejected that says why there is none."""
     if isinstance(line, Rejected):
         return line

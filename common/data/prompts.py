@@ -2,13 +2,15 @@
 
 import itertools
 from pathlib import Path
+from typing import Any
 
-from common.data.conversations import Rejected, conversation, parse, read_lines
+from common.data.chat import Chat
+from common.data.conversations import Message, Rejected, conversation, parse, read_lines
 from common.errors import UserError
 
 
-def read_prompts(path, chat, limit, longest):
-    """Prompts as token ids.
+def read_prompts(path: str, chat: Chat, limit: int | None, longest: int) -> list[list[int]]:
+    """The first `limit` prompts of a JSONL file as token ids, each of at most `longest` tokens.
 
     Raises: UserError for a row that cannot be asked, with its location.
     """
@@ -23,12 +25,15 @@ def read_prompts(path, chat, limit, longest):
         if len(prompts[-1]) > longest:
             raise UserError(f"--prompts {location}: {len(prompts[-1])} tokens leave no room to answer; use a smaller --max-new-tokens")
     if not prompts:
-        raise UserError(f"--prompts {path} is empty")
+        raise UserError(f"--prompts {path} is empty; it holds a JSON object a line")
     return prompts
 
 
-def messages_of(row):
-    """What a row asks: a `question` or `prompt` (text or messages), or its conversation without the answer at its end."""
+def messages_of(row: Any) -> list[Message]:
+    """What a row asks: a `question` or `prompt` (text or messages), or its conversation without the answer at its end.
+
+    Raises: Rejected if it asks nothing.
+    """
     if isinstance(row, Rejected):
         raise row
     if not isinstance(row, dict):

@@ -4,7 +4,7 @@ A store is a folder of raw arrays (memory-mapped, never unpickled) and `meta.jso
 
     tokens.bin int32[total]   mask.bin uint8[total]   offsets.bin int64[N+1]   sources.bin uint16[N]
 
-Legend: N documents.
+Legend: N documents, n tokens of one.
 """
 
 import hashlib
@@ -13,6 +13,8 @@ import os
 import shutil
 from array import array
 from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
 
 import numpy as np
 
@@ -21,27 +23,28 @@ from common.trees import digest
 
 VERSION = 1
 FILES = {"tokens": np.int32, "mask": np.uint8, "offsets": np.int64, "sources": np.uint16}
+STORE_FILES = {"meta.json", *(f"{name}.bin" for name in FILES)}
+
+Document = tuple[np.ndarray, np.ndarray]
+"""Token ids int32 [n], and a loss mask uint8 [n] that is 1 on supervised tokens."""
 
 
-def vocabulary_digest(tokenizer_json):
+def vocabulary_digest(tokenizer_json: str) -> str:
     """Hash of the token-to-id table in the text of a tokenizer.json: equal for tokenizers that give the same ids their meaning."""
     return digest(json.loads(tokenizer_json)["model"]["vocab"])
-
-
-STORE_FILES = {"meta.json", "tokens.bin", "mask.bin", "offsets.bin", "sources.bin"}
 
 
 class _File:
     """A file that knows the hash of what was written, and is on the disk once it is closed."""
 
-    def __init__(self, path):
+    def __init__(self, path: Path) -> None:
         self.file, self.hash = open(path, "wb"), hashlib.sha256()  # noqa: SIM115
 
-    def write(self, data):
+    def write(self, data: bytes) -> None:
         self.file.write(data)
         self.hash.update(data)
 
-    def close(self):
+    def close(self) -> str:
         self.file.flush()
         os.fsync(self.file.fileno())
         self.file.close()
@@ -52,9 +55,11 @@ class StoreWriter:
     """Write a token store: documents are added one by one, and the folder appears, whole, when it is closed.
 
     `meta` may grow until then. Left by an exception, as a context manager, it leaves nothing behind.
+
+    Raises: UserError if the folder holds something else or cannot be written.
     """
 
-    def __init__(self, folder, meta):
+    def __init__(self, folder: str | Path, meta: dict[str, Any]) -> None:
         self.folder, self.meta = Path(folder).resolve(), meta
         if self.folder.exists() and not _may_be_replaced(self.folder):
             raise UserError(f"{folder} exists and is not (only) a token store: it will not be overwritten; name another folder")
@@ -65,11 +70,15 @@ class StoreWriter:
         except OSError as error:
             raise UserError(f"{folder} cannot be written ({error.strerror}); name another folder") from None
         self.tokens, self.mask = _File(self.temporary / "tokens.bin"), _File(self.temporary / "mask.bin")
-        self.offsets, self.sources, self.source_names, self.supervised = array("q", [0]), array("H"), {}, 0
+        self.offsets, self.sources, self.supervised = array("q", [0]), array("H"), 0
+        self.source_names: dict[str, int] = {}
         self._used = np.zeros(0, bool)  # by token id
 
-    def add(self, ids, mask, source=""):
-        """Append a document: token ids, a mask that is 1 on supervised tokens, and where it came from."""
+    def add(self, ids: Any, mask: Any, source: str = "") -> None:
+        """Append a document: token ids, a mask that is 1 on supervised tokens, and where it came from.
+
+        Shapes: anything that numpy makes two arrays [n] of. Raises: UserError if they are none that a target could read.
+        """
         ids, mask = np.asarray(ids, np.int32), np.asarray(mask, np.uint8)
         vocab_size = self.meta.get("vocab_size")
         if ids.ndim != 1 or not len(ids) or ids.shape != mask.shape or mask.max() > 1:
@@ -85,7 +94,7 @@ class StoreWriter:
             self._used = np.append(self._used, np.zeros(int(ids.max()) + 1, bool))
         self._used[ids] = True
 
-    def close(self):
+    def close(self) -> dict[str, Any]:
         """Make the store visible and return its meta."""
         offsets, sources = _File(self.temporary / "offsets.bin"), _File(self.temporary / "sources.bin")
         offsets.write(self.offsets.tobytes())
@@ -109,41 +118,47 @@ class StoreWriter:
         os.rename(self.temporary, self.folder)
         return meta
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind, value, trace):
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is None:
             self.close()
         else:
             shutil.rmtree(self.temporary, ignore_errors=True)
 
 
-def _may_be_replaced(folder):
+def _may_be_replaced(folder: Path) -> bool:
     """Whether a folder is empty, or a token store and nothing else."""
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else {"a file"}
     return not names or ("meta.json" in names and names <= STORE_FILES)
 
 
 class TokenStore:
-    """A store opened for reading. Sizes and index are checked against meta.json before anything is believed."""
+    """A store opened for reading. Sizes and index are checked against meta.json before anything is believed.
+
+    `lengths` are the documents' in tokens, `source_of[i]` the index in `source_names` of the file that document i came from,
+    `fingerprint` a hash of all arrays.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._read(folder)
 
     @classmethod
-    def open(cls, folder):
-        """Raises: UserError where there is no store, or a damaged one."""
-        store, folder = cls(), Path(folder)
+    def open(cls, folder: str | Path) -> Self:
+        """The store in a folder. Raises: UserError where there is none, or a damaged one."""
+        folder = Path(folder)
         if not (folder / "meta.json").is_file():
             raise UserError(
                 f"{folder} is not a token store; write one: python prepare_data.py pack FILE.jsonl --target T --output {folder}"
             )
         try:
-            store._read(folder)
+            return cls(folder)
         except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
             raise UserError(f"token store {folder} is damaged ({error!r}); pack it again") from None
-        store.folder = folder
-        return store
 
-    def _read(self, folder):
+    def _read(self, folder: Path) -> None:
         meta = json.loads((folder / "meta.json").read_text())
         if meta["version"] != VERSION:
             raise ValueError(f"format {meta['version']}, this code reads {VERSION}")
@@ -157,12 +172,12 @@ class TokenStore:
         counts = {"tokens": tokens, "mask": tokens, "offsets": documents + 1, "sources": documents}
         arrays = {}
         for name, dtype in FILES.items():
-            path, wanted = folder / f"{name}.bin", counts[name] * np.dtype(dtype).itemsize
-            if path.stat().st_size != wanted:
-                raise ValueError(f"{name}.bin has {path.stat().st_size} bytes, meta.json says {wanted}")
+            path, stated_bytes = folder / f"{name}.bin", counts[name] * np.dtype(dtype).itemsize
+            if path.stat().st_size != stated_bytes:
+                raise ValueError(f"{name}.bin has {path.stat().st_size} bytes, meta.json says {stated_bytes}")
             arrays[name] = np.memmap(path, dtype, "r")
         offsets, sources = arrays["offsets"], arrays["sources"]
-        if digest([hashlib.sha256(arrays[name]).hexdigest() for name in ("offsets", "sources")]) != meta["index"]:
+        if digest([hashlib.sha256(arrays[name].data).hexdigest() for name in ("offsets", "sources")]) != meta["index"]:
             raise ValueError("offsets.bin or sources.bin changed after writing")
         self.lengths = np.diff(offsets)
         if offsets[0] != 0 or offsets[-1] != tokens or self.lengths.min() < 1 or sources.max() >= len(meta["source_names"]):
@@ -172,25 +187,25 @@ class TokenStore:
         self._highest = int(np.flatnonzero(self._used)[-1])
         self.source_of, self._arrays = sources, arrays
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.lengths)
 
-    def check_target(self, folder, vocab_size):
+    def check_target(self, folder: str | Path, vocab_size: int) -> None:
         """Refuse a target other than the one the store was packed for, by the size of its embedding and its tokenizer's vocabulary.
 
         Raises: UserError naming both.
         """
         tokenizer, packed_for = Path(folder) / "tokenizer.json", self.meta.get("target", "another target")
-        wanted = self.meta.get("vocabulary_digest")
+        packed_with = self.meta.get("vocabulary_digest")
         if self._highest >= vocab_size:
             what = f"holds token {self._highest}, but the embedding of {folder} has {vocab_size} rows"
-        elif wanted and tokenizer.is_file() and vocabulary_digest(tokenizer.read_text()) != wanted:
+        elif packed_with and tokenizer.is_file() and vocabulary_digest(tokenizer.read_text()) != packed_with:
             what = f"was packed with another tokenizer than that of {folder}"
         else:
             return
         raise UserError(f"{self.folder} {what} (it was packed for {packed_for}); pack it again with --target {folder}")
 
-    def describe(self):
+    def describe(self) -> str:
         """The store in a few lines: counts, sources, a histogram of document lengths."""
         meta, lines = self.meta, []
         lines.append(f"{len(self):,} documents, {meta['tokens']:,} tokens, {meta['supervised_tokens'] / meta['tokens']:.1%} supervised")
@@ -204,12 +219,12 @@ class TokenStore:
         return "\n".join(lines)
 
     @property
-    def used_ids(self):
+    def used_ids(self) -> np.ndarray:
         """Token ids that occur anywhere in the store, ascending."""
         return np.flatnonzero(self._used)
 
-    def document(self, i):
-        """Token ids int32[n] and loss mask uint8[n] of document i."""
+    def document(self, i: int) -> Document:
+        """Token ids and loss mask of document i. Raises: UserError if the files were damaged since the store was opened."""
         begin, end = self._arrays["offsets"][i], self._arrays["offsets"][i + 1]
         ids, mask = np.array(self._arrays["tokens"][begin:end]), np.array(self._arrays["mask"][begin:end])
         if ids.min() < 0 or ids.max() > self._highest or mask.max() > 1:

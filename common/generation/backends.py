@@ -1,29 +1,25 @@
-"""Two ways to let a target write: `LocalBackend` in this process through transformers, `ServerBackend` over HTTP.
+"""How a target writes: the requests and replies of a conversation, and `LocalBackend`, which lets transformers write in this process.
 
-A conversation being written is a generator, a *dialogue*: it yields a Request, is sent the Reply, and returns the finished row. An
-backend drives dialogues: the local one batches of them in lockstep, the server's each one in a thread of its own.
+A conversation being written is a generator, a *dialogue*: it yields a Request, is sent the Reply, and returns the finished row. A backend
+plays dialogues: the local one batches of them in lockstep, the server's (`server.py`) each one in a thread of its own.
 
 Legend: B dialogues of a batch, P tokens of the longest prompt, N tokens written at most, V vocabulary.
 """
 
-import http.client
 import itertools
-import json
-import os
-import random
-import threading
-import urllib.error
-import urllib.request
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerFast
 
 from common.cli import open_device
 from common.data.conversations import Rejected
 from common.errors import UserError
+from common.target.loading import load_causal_lm
 
 
 @dataclass(frozen=True)
@@ -34,7 +30,7 @@ class Sampling:
     top_p: float
     max_tokens: int
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not (0 <= self.temperature < float("inf") and 0 < self.top_p <= 1):
             raise UserError(f"--temperature {self.temperature} must be 0 or more, --top-p {self.top_p} above 0 and at most 1")
 
@@ -43,68 +39,94 @@ class Sampling:
 class Request:
     """Token ids to go on from, and the tokens that end the turn."""
 
-    prompt: tuple
+    prompt: tuple[int, ...]
     sampling: Sampling
-    stop_ids: tuple
+    stop_ids: tuple[int, ...]
     seed: int
 
 
 @dataclass(frozen=True)
 class Reply:
+    """A turn as it was written."""
+
     text: str
     tokens: int
     cut: bool
     """The turn ran into max_tokens."""
+    ids: tuple[int, ...] | None
+    """What was written, the token that ended the turn included; None where a server does not tell."""
 
 
-def advance(dialogue, reply):
-    """Send a reply (None at first); returns (next request, None) or (None, the row or a Rejected)."""
+Row = dict[str, Any]
+Dialogue = Generator[Request, Reply, Row]
+Job = tuple[str, Dialogue]
+"""A row's id, and the dialogue that becomes it."""
+Outcome = tuple[str, Row | Rejected]
+
+
+class Backend(Protocol):
+    """What plays dialogues."""
+
+    def run(self, jobs: Iterable[Job], done: Collection[str]) -> Iterator[list[Outcome]]:
+        """Yield finished rows in any order, or why there is none; jobs whose id is in `done` are left out."""
+        ...
+
+
+def advance(dialogue: Dialogue, reply: Reply | None) -> Request | Row | Rejected:
+    """Send a reply (None at first); returns the next request, or the finished row, or why there is none."""
     try:
-        return dialogue.send(reply), None
+        return next(dialogue) if reply is None else dialogue.send(reply)
     except StopIteration as finished:
-        return None, finished.value
+        return finished.value
     except Rejected as error:
-        return None, error
+        return error
 
 
 class LocalBackend:
     """Batches of dialogues through transformers, all asking at once, then all getting their replies.
 
     A batch is made of neighbouring jobs, so that a run that goes on computes the same batches as one that was never stopped.
+
+    Raises: UserError if the device is not there.
     """
 
-    def __init__(self, folder, tokenizer, pad_id, batch_size, device=None):
+    def __init__(
+        self, folder: str | Path, tokenizer: PreTrainedTokenizerFast, pad_id: int, batch_size: int, device: str | None = None
+    ) -> None:
         self.tokenizer, self.pad_id, self.batch_size = tokenizer, pad_id, batch_size
         self.device = open_device(device)
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        model = load_causal_lm(folder, dtype, self.device, "--target")
         model.generation_config = GenerationConfig()  # the folder's own penalties and top-k would bend the target's distribution
-        self.model = model.to(self.device).eval()
+        self.model = model
 
-    def run(self, jobs, done):
-        """Yields lists of (row id, row or Rejected); jobs whose id is in `done` only lend their location in the batch."""
+    def run(self, jobs: Iterable[Job], done: Collection[str]) -> Iterator[list[Outcome]]:
+        """Yield the outcomes of a batch at a time; jobs whose id is in `done` only fill up their batch."""
         jobs = iter(jobs)
         while batch := list(itertools.islice(jobs, self.batch_size)):
             if not all(row_id in done for row_id, _ in batch):
                 yield [(row_id, outcome) for row_id, outcome in self._lockstep(batch) if row_id not in done]
 
-    def _lockstep(self, batch):
-        waiting, outcomes = [(row_id, dialogue, None) for row_id, dialogue in batch], []
+    def _lockstep(self, batch: list[Job]) -> list[Outcome]:
+        waiting: list[tuple[str, Dialogue, Reply | None]] = [(row_id, dialogue, None) for row_id, dialogue in batch]
+        outcomes: list[Outcome] = []
         while waiting:
-            asked = []
+            asked: list[tuple[str, Dialogue, Request]] = []
             for row_id, dialogue, reply in waiting:
-                request, outcome = advance(dialogue, reply)
-                asked += [(row_id, dialogue, request)] if request else []
-                outcomes += [] if request else [(row_id, outcome)]
+                answer = advance(dialogue, reply)
+                if isinstance(answer, Request):
+                    asked.append((row_id, dialogue, answer))
+                else:
+                    outcomes.append((row_id, answer))
             replies = self.write([request for _, _, request in asked]) if asked else []
             waiting = [(row_id, dialogue, reply) for (row_id, dialogue, _), reply in zip(asked, replies, strict=True)]
         return outcomes
 
     @torch.no_grad()
-    def write(self, requests):
+    def write(self, requests: Sequence[Request]) -> list[Reply]:
         """Replies to requests of one sampling.
 
-        Shapes: prompts padded on the left to [B, P], tokens written [B, N].
+        Shapes: prompts padded on the left to [B, P], tokens written [B, N]. Raises: UserError if the batch does not fit the device.
         """
         sampling, stop_ids = requests[0].sampling, requests[0].stop_ids
         width = -(-max(len(r.prompt) for r in requests) // 32) * 32
@@ -121,7 +143,7 @@ class LocalBackend:
             cache_implementation="static" if self.device.type == "cuda" else None,  # a growing cache is copied at every token
             disable_compile=True,  # with large batches the host keeps up, and nothing waits for a compiler
         )
-        chooser = [SeededChoice(requests, width, self.device)] if sampling.temperature > 0 else []
+        chooser = LogitsProcessorList([SeededChoice(requests, width, self.device)] if sampling.temperature > 0 else [])
         inputs = {"input_ids": prompts_BP.to(self.device), "attention_mask": mask_BP.long().to(self.device)}
         try:
             written = self.model.generate(**inputs, generation_config=how, logits_processor=chooser)
@@ -129,10 +151,11 @@ class LocalBackend:
             raise UserError(f"--batch-size {self.batch_size}: {len(requests)} conversations do not fit {self.device}; use fewer") from None
         return [self._reply(tokens, stop_ids) for tokens in written[:, width:].tolist()]
 
-    def _reply(self, tokens, stop_ids):
+    def _reply(self, tokens: list[int], stop_ids: tuple[int, ...]) -> Reply:
         end = next((i for i, token in enumerate(tokens) if token in stop_ids), None)
-        text = self.tokenizer.decode(tokens[:end], skip_special_tokens=True)
-        return Reply(text, tokens=len(tokens) if end is None else end + 1, cut=end is None)
+        text = str(self.tokenizer.decode(tokens[:end], skip_special_tokens=True))
+        ids = tuple(tokens if end is None else tokens[: end + 1])
+        return Reply(text, len(ids), cut=end is None, ids=ids)
 
 
 class SeededChoice(LogitsProcessor):
@@ -141,12 +164,13 @@ class SeededChoice(LogitsProcessor):
     A row draws from random numbers of its own, so its words do not depend on who shares the batch.
     """
 
-    def __init__(self, requests, width, device):
+    def __init__(self, requests: Sequence[Request], width: int, device: torch.device | str) -> None:
         self.sampling, self.width = requests[0].sampling, width
         draws_BN = [np.random.default_rng(r.seed).random(self.sampling.max_tokens, dtype=np.float32) for r in requests]
         self.draws_BN = torch.from_numpy(np.stack(draws_BN)).to(device)
 
-    def __call__(self, input_ids, scores):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Shapes: ids [B, P + written so far], scores [B, V] -> [B, V]."""
         probabilities_BV = nucleus(torch.softmax(scores.float() / self.sampling.temperature, -1), self.sampling.top_p)
         mass_BV = probabilities_BV.cumsum(-1, dtype=torch.float64)  # in float32 rounding could draw a token of probability zero
         step = input_ids.shape[1] - self.width
@@ -154,8 +178,11 @@ class SeededChoice(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter_(1, drawn_B1, 0.0)
 
 
-def nucleus(probabilities_BV, top_p):
-    """Zero all but the likeliest tokens that together hold `top_p`: the lowest kept probability is found by bisection, without a sort."""
+def nucleus(probabilities_BV: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Zero all but the likeliest tokens that together hold `top_p`: the lowest kept probability is found by bisection, without a sort.
+
+    Source: Holtzman et al., The Curious Case of Neural Text Degeneration, arXiv 1904.09751, section 3.1.
+    """
     if top_p >= 1:
         return probabilities_BV
     high_B1 = probabilities_BV.amax(-1, keepdim=True)
@@ -165,99 +192,3 @@ def nucleus(probabilities_BV, top_p):
         enough_B1 = (probabilities_BV * (probabilities_BV >= middle_B1)).sum(-1, keepdim=True) >= top_p
         low_B1, high_B1 = torch.where(enough_B1, middle_B1, low_B1), torch.where(enough_B1, high_B1, middle_B1)
     return probabilities_BV * (probabilities_BV >= low_B1)
-
-
-class ServerBackend:
-    """Dialogues against `/completions` of vLLM, SGLang or llama.cpp: prompts travel as token ids, in the target's own template.
-
-    What may pass (429, 5xx, a cut connection, an answer that is no JSON) is tried again with growing pauses; what may not becomes a
-    Rejected. OPENAI_API_KEY is sent where it is set.
-    """
-
-    def __init__(self, url, tokenizer, concurrency, retries=6, pause_s=0.5, timeout_s=600.0):
-        self.url, self.tokenizer, self.concurrency = url.rstrip("/"), tokenizer, concurrency
-        self.retries, self.pause_s, self.timeout_s, self.stopping = retries, pause_s, timeout_s, threading.Event()
-        try:
-            self.model = self._call("models")["data"][0]["id"]
-        except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
-            raise UserError(f"--server {url} does not list a model at {self.url}/models ({error}); give the address up to /v1") from None
-
-    def run(self, jobs, done):
-        """Yields [(row id, row or Rejected)] as conversations end.
-
-        Raises: UserError when none of the first ones succeeds.
-        """
-        failed_in_a_row = 0
-        pool = ThreadPoolExecutor(self.concurrency)
-        try:
-            for future in as_completed([pool.submit(self._play, *job) for job in jobs if job[0] not in done]):
-                row_id, outcome = future.result()
-                failed_in_a_row = failed_in_a_row + 1 if isinstance(outcome, Rejected) else 0
-                yield [(row_id, outcome)]
-                if failed_in_a_row >= max(16, self.concurrency):
-                    raise UserError(f"{failed_in_a_row} conversations in a row failed, the last with: {outcome}; is {self.url} well?")
-        finally:
-            self.stopping.set()
-            pool.shutdown(cancel_futures=True)
-            self.stopping.clear()
-
-    def _play(self, row_id, dialogue):
-        reply = None
-        while True:
-            request, outcome = advance(dialogue, reply)
-            if request is None:
-                return row_id, outcome
-            if self.stopping.is_set():
-                return row_id, Rejected("stopped")
-            try:
-                reply = self.write(request)
-            except Rejected as error:
-                return row_id, error
-
-    def write(self, request):
-        body = {
-            "model": self.model,
-            "prompt": list(request.prompt),
-            "max_tokens": request.sampling.max_tokens,
-            "temperature": request.sampling.temperature,
-            "top_p": request.sampling.top_p,
-            "seed": request.seed,
-            "stop": [self.tokenizer.decode([token]) for token in request.stop_ids][:4],  # the protocol's limit
-        }
-        jitter = random.Random(request.seed)
-        for attempt in range(self.retries + 1):
-            pause_s = min(60.0, self.pause_s * 2**attempt) * jitter.uniform(0.5, 1.5)
-            try:
-                return self._reply(self._call("completions", body))
-            except urllib.error.HTTPError as error:
-                problem = f"HTTP {error.code}: {_complaint(error)}"
-                if error.code < 500 and error.code not in (408, 429):
-                    raise Rejected(problem) from None
-                told = error.headers.get("Retry-After", "")
-                pause_s = max(pause_s, float(told)) if told.isdigit() else pause_s
-            except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
-                problem = f"{type(error).__name__}: {error}"
-            if attempt < self.retries and self.stopping.wait(pause_s):
-                raise Rejected("stopped")
-        raise Rejected(f"given up after {self.retries + 1} tries, the last: {problem}")
-
-    def _reply(self, answer):
-        choice = answer["choices"][0]
-        text = choice["text"] + ""  # a null text is a malformed answer
-        tokens = (answer.get("usage") or {}).get("completion_tokens") or len(self.tokenizer(text, add_special_tokens=False).input_ids)
-        return Reply(text, tokens, cut=choice.get("finish_reason") == "length")
-
-    def _call(self, path, body=None):
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("OPENAI_API_KEY"):
-            headers["Authorization"] = f"Bearer {key}"
-        data = None if body is None else json.dumps(body).encode()
-        with urllib.request.urlopen(urllib.request.Request(f"{self.url}/{path}", data, headers), timeout=self.timeout_s) as answer:
-            return json.load(answer)
-
-
-def _complaint(error):
-    try:
-        return error.read(300).decode(errors="replace").strip()
-    except (OSError, http.client.HTTPException):
-        return error.reason
