@@ -49,10 +49,11 @@ def main(argv: Sequence[str]) -> None:
     os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # a hit in the disk cache traces nothing and hides the race
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     print("|", " | ".join(COLUMNS), "|\n|", " | ".join(["---"] * len(COLUMNS)), "|", flush=True)
-    spawn = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", "torch._inductor.compile_fx", "torch.nn.attention.flex_attention"])
     for mode in GUARDS:
-        results = spawn.Queue()
-        process = spawn.Process(target=_run, args=(results, mode, device, backend, asked.seconds, asked.warm_calls))
+        results = context.Queue()
+        process = context.Process(target=_run, args=(results, mode, device, backend, asked.seconds, asked.warm_calls))
         process.start()
         while results.empty() and process.is_alive():
             time.sleep(0.1)

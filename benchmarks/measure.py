@@ -84,7 +84,7 @@ def peak_gib(function: Callable[[], object], device: torch.device) -> float:
 def report(device: torch.device, **case: Any) -> None:
     """Print one case as a JSON line, with the device and the versions it was measured on."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    rounded = {key: round(value, 4) if isinstance(value, float) else value for key, value in case.items()}
+    rounded = {key: float(f"{value:.6g}") if isinstance(value, float) else value for key, value in case.items()}
     print(json.dumps(rounded | {"device": name, "torch": torch.__version__, "cuda": torch.version.cuda}), flush=True)
 
 

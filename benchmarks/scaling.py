@@ -25,6 +25,7 @@ from common.cli import run_script
 from common.config import Config
 from common.distributed import jobs
 from common.distributed.context import WorkerContext
+from common.distributed.stop import StopRequest
 from common.training.plan import make_plan
 from serve_targets import Server
 from train_drafter import Trainer
@@ -43,10 +44,11 @@ class Setting(NamedTuple):
     row_tokens: int = 12288
 
 
-class NeverStop:
-    """Nobody asks a benchmark to stop."""
+class NeverStop(StopRequest):
+    """Nobody asks a benchmark to stop: signals do what they always do."""
 
-    requested = False
+    def __init__(self) -> None:
+        self.requested = False
 
 
 class TimedTrainer(Trainer):

@@ -19,6 +19,13 @@ SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VOCABULARY_ROWS = 272  # 256 bytes, the special tokens, and unused rows for the mask token
 
 
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+    """Mark what starts processes, so that `.ci/run` can run the rest beside it."""
+    for item in items:
+        if any(getattr(value, "__module__", None) == "ranks" for value in vars(item.module).values()):
+            item.add_marker("processes")
+
+
 @pytest.fixture(scope="session")
 def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a random 4-layer Qwen3 target (hidden 32, float32, untied head) with a byte-level tokenizer."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import functools
 import importlib
 import multiprocessing
 import multiprocessing.connection
@@ -25,10 +26,14 @@ PRELOAD = ["pytest", "torch.distributed", "transformers.models.qwen3.modeling_qw
 """What ranks import: seconds for each of them, if the process that they are forked from had not done it once."""
 
 
+@functools.cache
 def fork_context() -> ForkServerContext:
-    """Where ranks are forked: one server for the session, which the first process that is asked for starts with what it preloads then."""
+    """Where ranks are forked: one server for the whole session, which has imported everything before anybody's clock runs."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
+    first = context.Process(target=int)
+    first.start()
+    first.join()
     return context
 
 

@@ -30,7 +30,7 @@ def test_drafter_step_says_where_the_time_goes():
     steps = [case for case in cases if case["benchmark"] == "drafter_step"]
     assert [case["activation_checkpointing"] for case in steps] == [False, False, True]
     for step in steps:
-        assert step["share_of_ceiling"] == pytest.approx(step["tflops"] / step["ceiling_tflops"], abs=2e-4)
+        assert step["share_of_ceiling"] == pytest.approx(step["tflops"] / step["ceiling_tflops"], rel=1e-3)
     profiles = [case for case in cases if case["benchmark"] == "drafter_step_profile"]
     assert len(profiles) == 2 and all(sum(v for k, v in case.items() if k.endswith(" ms")) > 0 for case in profiles)
     assert cases[-1]["sustained_tflops"] > 0
