@@ -18,7 +18,7 @@ from common.distributed.layout import TARGET
 from common.distributed.packet import PacketBuffer
 from common.families.registry import family_options
 from common.metrics import DeviceClock
-from common.target.model import Target, load_model
+from common.target.model import PreTrainedModel, Target, load_model
 from common.training.opening import open_run
 from common.training.plan import RunPlan, make_plan
 
@@ -26,7 +26,7 @@ from common.training.plan import RunPlan, make_plan
 class Server:
     """One target. Captures the next packet before it offers the last one, so that the device never waits for a drafter's answer."""
 
-    def __init__(self, plan: RunPlan, context: WorkerContext, model: torch.nn.Module | None = None):
+    def __init__(self, plan: RunPlan, context: WorkerContext, model: PreTrainedModel | None = None):
         self.plan, self.context = plan, context
         chosen = plan.config.target
         model = model or load_model(plan.folder, context.device, plan.shape.dtype, chosen.trust_remote_code)

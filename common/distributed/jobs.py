@@ -54,7 +54,8 @@ class SoloJob(Job):
         for name in ("targets", "drafters"):
             if (getattr(config.topology, name) or 1) > 1:
                 raise UserError(
-                    f"topology.{name}={getattr(config.topology, name)} needs several ranks: use torchrun, or topology.mode=threads"
+                    f"topology.{name}={getattr(config.topology, name)} needs several ranks: use torchrun or topology.mode=threads, or "
+                    "write topology.targets=1 topology.drafters=1 for one device"
                 )
         device, host = choose_device(0, 1, config), socket.gethostname()
         target, drafter = (Member(role, 0, 0, 0, 0, host, device) for role in (TARGET, DRAFTER))

@@ -95,8 +95,10 @@ def split(ranks: int, targets: int | None, drafters: int | None) -> tuple[int, i
     if targets is None:
         targets = ranks - drafters
     if targets < 1 or drafters < 1 or targets + drafters != ranks:
+        usual = default_drafters(ranks)
+        other = f", or write topology.targets={ranks - usual} topology.drafters={usual}" if ranks > 1 else ""
         raise UserError(
             f"topology.targets={targets} + topology.drafters={drafters} do not make the exchange group's {ranks} ranks; each role "
-            f"needs one: start {max(targets, 1) + max(drafters, 1)} ranks, or use topology.drafters={default_drafters(ranks)}"
+            f"needs one: start {max(targets, 1) + max(drafters, 1)} ranks{other}"
         )
     return targets, drafters
