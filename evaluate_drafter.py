@@ -8,7 +8,9 @@ import argparse
 import functools
 import json
 import platform
+from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -18,26 +20,26 @@ from common.cli import check_output, json_object, open_device, positive, run_scr
 from common.data.chat import Chat, load_tokenizer
 from common.data.prompts import read_prompts
 from common.decoding.report import mean_tau, prompt_lookup, ratio, summarize, table
-from common.decoding.speculate import BlockDrafter, Chooser, decode, first_difference, load_drafter, speculate
-from common.decoding.target import load_target
+from common.decoding.speculate import Answer, BlockDrafter, Chooser, decode, first_difference, load_drafter, speculate
+from common.decoding.target import DecodingTarget, load_target
 from common.drafter.export import read_feature_dtype
 from common.errors import UserError
 from common.generation.conversation_file import is_loop
-from common.target.files import read_spec, resolve
+from common.target.files import TargetSpec, read_spec, resolve
 from common.trees import digest
 
 
-def main(argv):
+def main(argv: list[str]) -> None:
     arguments = parse_arguments(argv)
     folder = resolve(arguments.target)
     spec, chat = read_spec(folder), Chat(load_tokenizer(folder), arguments.chat_template_kwargs)
     stop = spec.eos_token_ids or (chat.tokenizer.eos_token_id,)
     prompts = read_prompts(arguments.prompts, chat, arguments.limit, spec.max_position_embeddings - arguments.max_new_tokens)
 
-    target, proposers, block_size = load(arguments, folder, spec)
-    runs, plain = answer(arguments, target, proposers, prompts, stop)
+    target, drafters, block_size = load(arguments, folder, spec)
+    runs, plain = answer(arguments, target, drafters, prompts, stop)
 
-    summaries = [summarize(answers, plain, block_size) | {"tree_budget": p.tree_budget} for answers, p in zip(runs, proposers, strict=True)]
+    summaries = [summarize(answers, plain, block_size) | {"tree_budget": d.tree_budget} for answers, d in zip(runs, drafters, strict=True)]
     report = describe(arguments, chat, target, spec) | summaries[-1] | {
         "block_size": block_size,
         "stop_token_ids": list(stop),
@@ -52,8 +54,8 @@ def main(argv):
         Path(arguments.json).write_text(json.dumps(report, indent=1) + "\n")
 
 
-def load(arguments, folder, spec):
-    """The target, a proposer for each tree budget (or one for chains), and their block size."""
+def load(arguments: argparse.Namespace, folder: Path, spec: TargetSpec) -> tuple[DecodingTarget, list[BlockDrafter], int]:
+    """The target, a drafter for each tree budget (or one for chains), and their block size."""
     device = open_device(arguments.device)
     dtype = getattr(torch, arguments.dtype or read_feature_dtype(arguments.drafter))
     drafter = load_drafter(arguments.drafter, dtype, device)
@@ -67,9 +69,11 @@ def load(arguments, folder, spec):
     return target, [BlockDrafter(*shared, budget) for budget in budgets], block_size
 
 
-def answer(arguments, target, proposers, prompts, stop):
-    """Every prompt answered with every proposer, and by plain decoding for comparison. Returns a list of answers for each."""
-    methods = [functools.partial(speculate, target, proposer) for proposer in proposers]
+def answer(
+    arguments: argparse.Namespace, target: DecodingTarget, drafters: list[BlockDrafter], prompts: list[list[int]], stop: Collection[int]
+) -> tuple[list[list[Answer]], list[Answer]]:
+    """Every prompt answered with every drafter, and by plain decoding for comparison: (answers of each drafter, plain answers)."""
+    methods = [functools.partial(speculate, target, drafter) for drafter in drafters]
     methods += [] if arguments.no_compare else [functools.partial(decode, target)]
     for method in methods:  # untimed: kernels load
         method(prompts[0], stop, 8, Chooser(arguments.temperature))
@@ -78,17 +82,17 @@ def answer(arguments, target, proposers, prompts, stop):
         for seed, prompt in enumerate(tqdm(prompts, unit=" prompts", disable=None))
     ]
     runs = [list(answers) for answers in zip(*rows, strict=True)]
-    return runs[: len(proposers)], [] if arguments.no_compare else runs[-1]
+    return runs[: len(drafters)], [] if arguments.no_compare else runs[-1]
 
 
-def one_prompt(arguments, target, answer, plain, seed):
+def one_prompt(arguments: argparse.Namespace, target: DecodingTarget, answer: Answer, plain: Answer | None, seed: int) -> dict[str, Any]:
     """A prompt's record; `difference` says where the answer parts from plain decoding, and between how close scores."""
-    difference = plain and first_difference(target, answer, plain, Chooser(arguments.temperature, seed))
+    difference = first_difference(target, answer, plain, Chooser(arguments.temperature, seed)) if plain else None
     record = {"prompt_ids": answer.prompt, "output_ids": answer.tokens, "accepted": answer.accepted}
     return record | ({"difference": dict(zip(("index", "score_gap"), difference, strict=True))} if difference else {})
 
 
-def describe(arguments, chat, target, spec):
+def describe(arguments: argparse.Namespace, chat: Chat, target: DecodingTarget, spec: TargetSpec) -> dict[str, Any]:
     """What was evaluated with what."""
     device = target.device
     return {
@@ -103,7 +107,8 @@ def describe(arguments, chat, target, spec):
     }
 
 
-def parse_arguments(argv):
+def parse_arguments(argv: list[str]) -> argparse.Namespace:
+    """The command line, checked as far as that goes without loading anything."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--drafter", required=True, help="folder of an exported drafter")
     parser.add_argument("--target", required=True, help="its target: a folder or hub id")
@@ -127,13 +132,15 @@ def parse_arguments(argv):
     return arguments
 
 
-def temperature(text):
+def temperature(text: str) -> float:
+    """An argument that is a number from 0."""
     if not float(text) >= 0:
         raise ValueError
     return float(text)
 
 
-def positives(text):
+def positives(text: str) -> list[int]:
+    """An argument of whole numbers from 1, between commas."""
     return [positive(part) for part in text.split(",")]
 
 

@@ -1,19 +1,23 @@
 """What answers of speculative decoding add up to: acceptance length, acceptance by slot, the copying baseline, a table to read."""
 
 from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from common.decoding.speculate import Answer
 
 
-def summarize(answers, plain, block_size):
-    """The numbers of one run over all prompts."""
+def summarize(answers: Sequence[Answer], plain: Sequence[Answer], block_size: int) -> dict[str, Any]:
+    """The numbers of one run over all prompts; `plain` are the answers of plain decoding, or none."""
     accepted, matched, tried = ([n for answer in answers for n in getattr(answer, name)] for name in ("accepted", "matched", "tried"))
     reached = [sum(n >= slot for n in matched) for slot in range(1, block_size)]
     tested = [sum(n >= slot for n in tried) for slot in range(1, block_size)]
     histogram, seconds = Counter(accepted), sum((answer.seconds for answer in answers), Counter())
-    tokens, seconds_plain = sum(len(answer.tokens) for answer in answers), sum(answer.seconds["total"] for answer in plain)
+    seconds_plain = sum(answer.seconds["total"] for answer in plain)
     return {
         "tau": mean_tau(answer.accepted for answer in answers),
         "prompts": len(answers),
-        "tokens": tokens,
+        "tokens": sum(len(answer.tokens) for answer in answers),
         "verifications": len(accepted),
         "accepted_histogram": [histogram[n] for n in range(block_size)],
         "cumulative_acceptance": [ratio(n, len(matched)) for n in reached],
@@ -27,14 +31,15 @@ def summarize(answers, plain, block_size):
     }
 
 
-def prompt_lookup(prompt, tokens, block_size, longest=3):
+def prompt_lookup(prompt: list[int], tokens: list[int], block_size: int, longest: int = 3) -> list[int]:
     """What copying would have had accepted on the way to the same answer: no drafter, no features.
 
     Proposes block_size - 1 tokens that followed the latest earlier occurrence of the last `longest` (or fewer) tokens.
     Returns accepted drafts per verification, counted as in Answer. Source: github.com/apoorvumang/prompt-lookup-decoding.
     """
     text, accepted, done = prompt + tokens, [], len(prompt) + 1
-    after, indexed = {}, 0  # n-gram -> where its latest continuation starts
+    after: dict[tuple[int, ...], int] = {}  # n-gram -> where its latest continuation starts
+    indexed = 0
     while done < len(text):
         for end in range(indexed + 1, done):
             for n in range(1, min(longest, end) + 1):
@@ -50,7 +55,7 @@ def prompt_lookup(prompt, tokens, block_size, longest=3):
     return accepted
 
 
-def table(report):
+def table(report: Mapping[str, Any]) -> str:
     """The report for a person."""
     how = "greedy" if report["temperature"] == 0 else f"temperature {report['temperature']}"
     lines = [f"{report['prompts']} prompts, {how}, block {report['block_size']}, {report['dtype']} on {report['device']}", ""]
@@ -75,15 +80,17 @@ def table(report):
     return "\n".join(lines)
 
 
-def mean_tau(accepted):
-    """Tokens per verification over all answers, the target's own token included."""
+def mean_tau(accepted: Iterable[Iterable[int]]) -> float | None:
+    """Tokens per verification over all answers, the target's own token included; None without a verification."""
     counts = [n + 1 for answer in accepted for n in answer]
     return ratio(sum(counts), len(counts))
 
 
-def ratio(one, other):
+def ratio(one: float, other: float) -> float | None:
+    """The quotient, or None where nothing was counted."""
     return one / other if other else None
 
 
-def number(value, width=0):
+def number(value: float | None, width: int = 0) -> str:
+    """Two decimals, or a dash for None, at the right end of `width` characters."""
     return f"{'-':>{width}}" if value is None else f"{value:{width}.2f}"

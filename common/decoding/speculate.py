@@ -9,22 +9,41 @@ Source: block drafting DFlash, arXiv 2602.06036; draft trees as a best-first hea
 import hashlib
 import time
 from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 from transformers import DynamicCache
 
-from common.decoding.target import keep_rows, new_cache, tree_depths
+from common.decoding.target import DecodingTarget, keep_rows, new_cache, tree_depths
+from common.drafter.backbone import Drafter
 from common.families.registry import FAMILIES, load_exported
 from common.objective.acceptance import build_tree
+from common.target.vocabulary import Vocabulary
 
 
 class Proposal(NamedTuple):
     """Proposed tokens and, for each, the row of its parent (0 is the root); parents come before their children."""
 
-    tokens: list
-    parents: list
+    tokens: list[int]
+    parents: list[int]
+
+
+class DraftModel(Protocol):
+    """What speculative decoding asks for proposals. Positions count from 0 at the prompt's first token."""
+
+    def begin(self) -> None:
+        """Forget the last prompt."""
+
+    def extend(self, features_NF: Tensor, start: int) -> None:
+        """Take in the target's features of the positions from `start` on."""
+
+    def propose(self, token: int, position: int) -> Proposal:
+        """Proposal below a known token whose own features are not known yet."""
+        ...
 
 
 @dataclass
@@ -34,15 +53,16 @@ class Answer:
     `matched[i]` drafts of verification i were right and in the answer, out of the first `tried[i]` slots that the answer put to the test.
     """
 
-    prompt: list
-    tokens: list = field(default_factory=list)
-    accepted: list = field(default_factory=list)
-    matched: list = field(default_factory=list)
-    tried: list = field(default_factory=list)
-    seconds: Counter = field(default_factory=Counter)  # by part: prefill, draft, verify; total
+    prompt: list[int]
+    tokens: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    matched: list[int] = field(default_factory=list)
+    tried: list[int] = field(default_factory=list)
+    seconds: Counter[str] = field(default_factory=Counter)
+    """By part: prefill, draft, verify; total."""
 
 
-def load_drafter(folder, dtype, device):
+def load_drafter(folder: str | Path, dtype: torch.dtype, device: torch.device) -> Drafter:
     """An exported drafter, ready to draft. Raises: UserError if the folder holds none."""
     spec, tensors = load_exported(folder)
     drafter = FAMILIES[spec.family].build(spec, dtype, device)
@@ -56,43 +76,41 @@ class Chooser:
     A draft is accepted iff it equals the choice. Plain decoding meets the same noise at the same position, so both write the same answer.
     """
 
-    def __init__(self, temperature=0.0, seed=0):
+    def __init__(self, temperature: float = 0.0, seed: int = 0):
         self.temperature, self.seed = temperature, seed
 
-    def __call__(self, logits_RV, positions):
+    def __call__(self, logits_RV: Tensor, positions: Sequence[int]) -> list[int]:
         """Tokens chosen from each row's logits; positions are those of the tokens chosen."""
         return self.scores(logits_RV, positions).argmax(-1).tolist()
 
-    def scores(self, logits_RV, positions):
-        """What the choice is the argmax of."""
+    def scores(self, logits_RV: Tensor, positions: Sequence[int]) -> Tensor:
+        """What the choice is the argmax of: [R, V]."""
         if self.temperature == 0:
             return logits_RV
         noise = {position: self._noise(position, logits_RV) for position in set(positions)}
         return logits_RV.float() / self.temperature + torch.stack([noise[position] for position in positions])
 
-    def _noise(self, position, like):
+    def _noise(self, position: int, like: Tensor) -> Tensor:
         digest = hashlib.blake2b(f"{self.seed} {position}".encode(), digest_size=7).digest()
         generator = torch.Generator(like.device).manual_seed(int.from_bytes(digest))
         return -torch.empty(like.shape[-1], device=like.device).exponential_(generator=generator).log()
 
 
-class BlockDrafter:
+class BlockDrafter(DraftModel):
     """Proposes with a trained drafter, by its family's proposer: a chain, or a tree of the `tree_budget` likeliest prefixes."""
 
-    def __init__(self, drafter, vocabulary, mask_token_id, block_size, tree_budget=None):
+    def __init__(self, drafter: Drafter, vocabulary: Vocabulary, mask_token_id: int, block_size: int, tree_budget: int | None = None):
         self.drafter, self.vocabulary, self.tree_budget = drafter, vocabulary, tree_budget
         self.proposer = FAMILIES[drafter.spec.family].proposer(drafter, vocabulary)
         self.masks = [mask_token_id] * (block_size - 1)
 
-    def begin(self):
+    def begin(self) -> None:
         self.cache = self.drafter.new_cache()
 
-    def extend(self, features_NF, start):
-        """Take in the target's features of the positions from `start` on."""
+    def extend(self, features_NF: Tensor, start: int) -> None:
         self.drafter.extend(self.cache, features_NF, torch.arange(start, start + len(features_NF), device=features_NF.device))
 
-    def propose(self, token, position):
-        """Proposal below a known token whose own features are not known yet."""
+    def propose(self, token: int, position: int) -> Proposal:
         device = self.vocabulary.embedding.device
         ids = torch.tensor([token, *self.masks], device=device)
         hidden = self.drafter.draft(self.cache, self.vocabulary.embed(ids), torch.arange(position, position + len(ids), device=device))
@@ -104,9 +122,10 @@ class BlockDrafter:
         return Proposal([token for _, _, token in nodes], [parent + 1 for parent, _, _ in nodes])
 
 
-def accepted_path(proposal, choices):
+def accepted_path(proposal: Proposal, choices: Sequence[int]) -> list[int]:
     """Rows from the root down along the target's choices."""
-    child, path = {}, [0]
+    child: dict[tuple[int, int], int] = {}
+    path = [0]
     for row, (token, parent) in enumerate(zip(proposal.tokens, proposal.parents, strict=True), 1):
         child.setdefault((parent, token), row)
     while (row := child.get((path[-1], choices[path[-1]]))) is not None:
@@ -114,25 +133,27 @@ def accepted_path(proposal, choices):
     return path
 
 
-def cut(tokens, stop, room):
+def cut(tokens: Sequence[int], stop: Collection[int], room: int) -> list[int]:
     """Tokens up to and including the first stop token, at most `room` of them."""
-    tokens = tokens[:room]
-    end = next((i + 1 for i, token in enumerate(tokens) if token in stop), len(tokens))
-    return tokens[:end]
+    kept = list(tokens[:room])
+    end = next((i + 1 for i, token in enumerate(kept) if token in stop), len(kept))
+    return kept[:end]
 
 
 @torch.no_grad()
-def speculate(target, proposer, prompt, stop, max_new_tokens, choose):
+def speculate(
+    target: DecodingTarget, draft_model: DraftModel, prompt: list[int], stop: Collection[int], max_new_tokens: int, choose: Chooser
+) -> Answer:
     """Answer a prompt (token ids) by speculative decoding; the tokens are those of `decode`."""
     answer, cache, lap = Answer(prompt), new_cache(), _stopwatch(target.device)
     logits, features = target.forward(prompt, 0, cache, last_only=True)
     answer.tokens = choose(logits, [len(prompt)])
-    proposer.begin()
-    proposer.extend(features, 0)
+    draft_model.begin()
+    draft_model.extend(features, 0)
     lap(answer.seconds, "prefill")
     while len(answer.tokens) < max_new_tokens and answer.tokens[-1] not in stop:
         start = len(prompt) + len(answer.tokens) - 1
-        proposal = proposer.propose(answer.tokens[-1], start)
+        proposal = draft_model.propose(answer.tokens[-1], start)
         lap(answer.seconds, "draft")
 
         is_chain = proposal.parents == list(range(len(proposal.parents)))
@@ -145,7 +166,7 @@ def speculate(target, proposer, prompt, stop, max_new_tokens, choose):
         emitted = cut([choices[row] for row in path], stop, max_new_tokens - len(answer.tokens))
         lap(answer.seconds, "verify")
 
-        proposer.extend(features[: len(path)] if is_chain else features[path], start)
+        draft_model.extend(features[: len(path)] if is_chain else features[path], start)
         answer.tokens += emitted
         answer.accepted.append(len(emitted) - 1)
         answer.matched.append(min(len(path) - 1, len(emitted)))
@@ -156,7 +177,7 @@ def speculate(target, proposer, prompt, stop, max_new_tokens, choose):
 
 
 @torch.no_grad()
-def decode(target, prompt, stop, max_new_tokens, choose):
+def decode(target: DecodingTarget, prompt: list[int], stop: Collection[int], max_new_tokens: int, choose: Chooser) -> Answer:
     """Answer a prompt by plain decoding, one token per forward, with the family's own cache: the reference."""
     answer, cache, lap = Answer(prompt), DynamicCache(config=target.model.config), _stopwatch(target.device)
     rows, start = prompt, 0
@@ -170,8 +191,8 @@ def decode(target, prompt, stop, max_new_tokens, choose):
 
 
 @torch.no_grad()
-def first_difference(target, answer, reference, choose):
-    """(index, gap) of the first token that differs: by how much the target's own scores prefer one over the other.
+def first_difference(target: DecodingTarget, answer: Answer, reference: Answer, choose: Chooser) -> tuple[int, float] | None:
+    """(index, gap) of the first token that differs, if any: by how much the target's own scores prefer one over the other.
 
     In half precision the gap is a rounding; in float32 there should be no difference at all.
     """
@@ -185,16 +206,16 @@ def first_difference(target, answer, reference, choose):
     return index, float((scores[answer.tokens[index]] - scores[reference.tokens[index]]).abs())
 
 
-def _stopwatch(device):
+def _stopwatch(device: torch.device) -> Callable[[Counter[str], str], None]:
     """A function that adds the seconds since its last call to a part's counter, the device's work included."""
     last = time.perf_counter()
 
-    def lap(seconds, part):
+    def lap(seconds: Counter[str], part: str) -> None:
         nonlocal last
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         now = time.perf_counter()
-        seconds[part] += now - last
+        seconds[part] += now - last  # pyrefly: ignore[unsupported-operation]  (its type says whole numbers)
         last = now
 
     return lap

@@ -4,14 +4,19 @@ Legend: R rows of a verification, S cached positions, F features of a position, 
 """
 
 import inspect
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
-from transformers.utils import logging
 
 from common.errors import UserError
+from common.target.files import TargetSpec
+from common.target.loading import load_causal_lm
 from common.target.vocabulary import Vocabulary
 
 
@@ -21,28 +26,30 @@ class DecodingTarget:
     Raises: UserError for families whose cache cannot be rolled back, and for taps out of range.
     """
 
-    def __init__(self, model, taps):
+    def __init__(self, model: PreTrainedModel, taps: Sequence[int]):
         self.model, self.device, self.windows = model, model.device, cache_windows(model)
         # named `cache` since transformers 5.2x
         self.cache_argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-        layers = model.get_decoder().layers
+        layers = cast(Sequence[torch.nn.Module], model.get_decoder().layers)
         if not all(0 <= tap < len(layers) for tap in taps):
             raise UserError(
                 f"the drafter taps layers {list(taps)} but this target has layers 0 to {len(layers) - 1}: it belongs to another target"
             )
-        self.features = [None] * len(taps)
+        self.features: dict[int, Tensor] = {}
         for i, tap in enumerate(taps):
             layers[tap].register_forward_hook(lambda _, __, output, i=i: self._take(i, output))
 
-    def vocabulary(self, spec):
+    def vocabulary(self, spec: TargetSpec) -> Vocabulary:
         """The model's own embedding and head, scaled and capped as its TargetSpec says."""
-        embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        embedding, head = (cast(Any, f()) for f in (self.model.get_input_embeddings, self.model.get_output_embeddings))
         return Vocabulary.of(spec, embedding.weight, head.weight)
 
-    def _take(self, i, output):
+    def _take(self, i: int, output: Any) -> None:
         self.features[i] = (output[0] if isinstance(output, tuple) else output)[0]
 
-    def forward(self, tokens, start, cache, parents=None, last_only=False):
+    def forward(
+        self, tokens: Sequence[int], start: int, cache: DynamicCache, parents: Sequence[int] | None = None, last_only: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """Run rows that follow `start` cached positions; `parents` makes them a tree.
 
         Shapes: logits [R, V] ([1, V] if last_only), features [R, F].
@@ -56,28 +63,27 @@ class DecodingTarget:
             logits_to_keep=1 if last_only else 0,
             **{self.cache_argument: cache},
         )
-        return output.logits[0, -1:] if last_only else output.logits[0], torch.cat(self.features, dim=-1)
+        return output.logits[0, -1:] if last_only else output.logits[0], torch.cat(
+            [self.features[i] for i in sorted(self.features)], dim=-1
+        )
 
-    def _tree_masks(self, parents, start):
+    def _tree_masks(self, parents: Sequence[int], start: int) -> Tensor | dict[str, Tensor]:
         """Additive masks [1, 1, R, S + R] by layer type; families with one type take the mask itself."""
-        masks, kind = {}, {"dtype": self.model.dtype, "device": self.device}
+        masks: dict[str, Tensor] = {}
         for layer_type, window in self.windows.items():
             hidden = ~tree_mask(parents, start, window).to(self.device)[None, None]
-            masks[layer_type] = torch.zeros(hidden.shape, **kind).masked_fill_(hidden, torch.finfo(self.model.dtype).min)
+            masks[layer_type] = torch.zeros(hidden.shape, dtype=self.model.dtype, device=self.device).masked_fill_(
+                hidden, torch.finfo(self.model.dtype).min
+            )
         return masks if len(masks) > 1 else masks.popitem()[1]
 
 
-def load_target(folder, taps, dtype, device):
+def load_target(folder: str | Path, taps: Sequence[int], dtype: torch.dtype, device: torch.device) -> DecodingTarget:
     """A folder's causal LM, ready to verify. Raises: UserError if it does not load or cannot verify."""
-    logging.disable_progress_bar()
-    try:
-        model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype, use_safetensors=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"--target {folder} does not load as a causal language model: {str(error).strip().splitlines()[0]}") from None
-    return DecodingTarget(model.to(device).eval().requires_grad_(False), taps)
+    return DecodingTarget(load_causal_lm(folder, dtype, device, "--target"), taps)
 
 
-def cache_windows(model):
+def cache_windows(model: PreTrainedModel) -> dict[str, int | None]:
     """The window of each layer type of a model (None: full attention).
 
     Raises: UserError for recurrent, chunked, compressed or shared caches: a rejected draft could not be taken back.
@@ -100,12 +106,12 @@ def cache_windows(model):
     }
 
 
-def new_cache():
+def new_cache() -> DynamicCache:
     """A cache that keeps every position, of sliding layers too: their window lies in the mask, so any rejected row can be dropped."""
     return DynamicCache()
 
 
-def keep_rows(cache, start, rows):
+def keep_rows(cache: DynamicCache, start: int, rows: Sequence[int]) -> None:
     """Of the rows verified after `start`, keep `rows` (ascending, row 0 first) and drop the others."""
     end = start + len(rows)
     for layer in cache.layers:
@@ -116,7 +122,7 @@ def keep_rows(cache, start, rows):
             setattr(layer, name, states[..., :end, :])
 
 
-def tree_depths(parents):
+def tree_depths(parents: Sequence[int]) -> list[int]:
     """Depth of every row below the root: [R]."""
     depths = [0]
     for parent in parents:
@@ -124,7 +130,7 @@ def tree_depths(parents):
     return depths
 
 
-def tree_mask(parents, start, window=None):
+def tree_mask(parents: Sequence[int], start: int, window: int | None = None) -> Tensor:
     """Who sees whom: a row sees all cached positions, its ancestors and itself, and of these only the last `window` positions.
 
     Shapes: bool [R, S + R].

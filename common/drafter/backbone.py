@@ -169,8 +169,7 @@ class Layer(nn.Module):
 
         Shapes: x [N, D], or the distinct rows [U, D] of which `expand` makes N; rope_N22d [N, 2, 2, d/2] -> [rows of select, D].
         """
-        attended = self.self_attn(self.input_layernorm(x), rope_N22d, context, mask, expand, select)
-        x_ND = add(select(expand(x)), attended)
+        x_ND = add(select(expand(x)), self.self_attn(self.input_layernorm(x), rope_N22d, context, mask, expand, select))
         return add(x_ND, self.mlp(self.post_attention_layernorm(x_ND)))
 
 

@@ -22,6 +22,7 @@ class Report:
     notes: dict[str, list[str]]
 
     def lines(self) -> list[str]:
+        """The report for a person, the verdict last."""
         engines = [f"{engine}: {note}" for engine, notes in self.notes.items() for note in notes]
         return [*(f"error: {error}" for error in self.errors), *engines, "not loader-ready" if self.errors else "loader-ready"]
 
@@ -55,11 +56,12 @@ def config_errors(config: Mapping[str, Any], spec: DrafterSpec, target: TargetSp
     return errors
 
 
-def shape_errors(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> list[str]:
+def shape_errors(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> list[str]:
     """What keeps the tensors that were found from being those of the exported form, as {key: shape}, in words."""
-    missing = [f"{key} is missing" for key in wanted if key not in found]
-    extra = [f"{key} is unknown" for key in found if key not in wanted]
-    return missing + extra + [f"{k} is {found[k]}, not {wanted[k]}" for k in wanted if k in found and tuple(found[k]) != tuple(wanted[k])]
+    missing = [f"{key} is missing" for key in expected if key not in found]
+    unknown = [f"{key} is unknown" for key in found if key not in expected]
+    shared = [key for key in expected if key in found]
+    return missing + unknown + [f"{k} is {found[k]}, not {expected[k]}" for k in shared if tuple(found[k]) != tuple(expected[k])]
 
 
 def engine_notes(config: Mapping[str, Any], spec: DrafterSpec, target: TargetSpec) -> dict[str, list[str]]:
@@ -74,7 +76,7 @@ def engine_notes(config: Mapping[str, Any], spec: DrafterSpec, target: TargetSpe
         "full and sliding layers": SLIDING in spec.layer_types and FULL in spec.layer_types,
         "causality named": "is_causal" in config or "causal" in inner,
         "last layer tapped": target.layers - 1 in spec.taps,
-        "scaled embedding": target.embedding_scale != 1.0,
+        "scaled embedding": target.vocabulary.embedding_scale != 1.0,
         "not bfloat16": dtype != "bfloat16",
         "features not bfloat16": feature_dtype != "bfloat16",
     }

@@ -6,23 +6,30 @@
 import functools
 import json
 import os
+import re
 import shutil
 import warnings
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from common.drafter.rope import rope_kind
 from common.drafter.spec import FULL, SLIDING, DrafterSpec, auto_taps
 from common.errors import UserError
-from common.target.files import Tensors, read_json
+from common.target.files import TargetSpec, Tensors, read_json
 
 OWN_VOCABULARY = "{folder} proposes from a vocabulary of its own ({what}): only drafters that use the target's whole head are supported"
 
+OF_A_LAYER = re.compile(r"(layers\.\d+\.)(.+)(\.weight|\.bias)")
+"""A layer of the backbone, the module in it, and which of its tensors."""
 
-def _fused(spec):
-    """{fused projection: {its part: rows}}."""
+
+def _fused(spec: DrafterSpec) -> dict[str, dict[str, int]]:
+    """{fused projection of a layer: {its part: rows}}."""
     query, key = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     return {
         "self_attn.qkv_proj": {"self_attn.q_proj": query, "self_attn.k_proj": key, "self_attn.v_proj": key},
@@ -30,36 +37,41 @@ def _fused(spec):
     }
 
 
-def split(spec, tensors):
+def split(spec: DrafterSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The drafter's tensors under their exported names: fused projections become views of their parts."""
-    parts = {}
+    fused, parts = _fused(spec), {}
     for name, tensor in tensors.items():
-        fused = next((f for f in _fused(spec) if f in name), None)
-        sizes = _fused(spec)[fused] if fused else {"": len(tensor)}
-        for part, piece in zip(sizes, tensor.split(list(sizes.values())), strict=True):
-            parts[name.replace(fused, part) if fused else name] = piece
+        layer = OF_A_LAYER.fullmatch(name)
+        if layer is None or (rows := fused.get(layer[2])) is None:
+            parts[name] = tensor
+            continue
+        for part, piece in zip(rows, tensor.split(list(rows.values())), strict=True):
+            parts[layer[1] + part + layer[3]] = piece
     return parts
 
 
-def fuse(spec, parts):
+def fuse(spec: DrafterSpec, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The inverse of `split`."""
-    pieces = {}
+    fused, tensors = _fused(spec), {}
+    whole = {part: projection for projection, rows in fused.items() for part in rows}
     for name, tensor in parts.items():
-        fused = next((f for f, sizes in _fused(spec).items() for part in sizes if part in name), None)
-        part = next((p for p in _fused(spec)[fused] if p in name), "") if fused else ""
-        order = list(_fused(spec)[fused]).index(part) if fused else 0
-        pieces.setdefault(name.replace(part, fused) if fused else name, {})[order] = tensor
-    return {name: torch.cat([group[i] for i in sorted(group)]) for name, group in pieces.items()}
+        layer = OF_A_LAYER.fullmatch(name)
+        if layer is None or (projection := whole.get(layer[2])) is None:
+            tensors[name] = tensor
+        elif (fused_name := layer[1] + projection + layer[3]) not in tensors:
+            tensors[fused_name] = torch.cat([parts[layer[1] + part + layer[3]] for part in fused[projection]])
+    return tensors
 
 
-def exported_config(spec, target, architecture, dtype, feature_dtype):
+def exported_config(spec: DrafterSpec, target: TargetSpec, architecture: str, dtype: str, feature_dtype: str) -> dict[str, Any]:
     """config.json of the exported form.
 
     `architecture` is the class that engines look up, `dtype` the type of the weights and `feature_dtype` that of the features they were
     trained on, as names.
     """
-    scaled = {} if target.embedding_scale == 1.0 else {"input_embedding_scale": target.embedding_scale}
-    capped = {} if target.logit_softcap is None else {"final_logit_softcapping": target.logit_softcap}
+    rules = target.vocabulary
+    scaled = {} if rules.embedding_scale == 1.0 else {"input_embedding_scale": rules.embedding_scale}
+    capped = {} if rules.logit_softcap is None else {"final_logit_softcapping": rules.logit_softcap}
     rope = {"rope_type": "default", **(spec.rope_scaling or {}), "rope_theta": spec.rope_theta}
     return {
         "architectures": [architecture],
@@ -102,9 +114,10 @@ def exported_config(spec, target, architecture, dtype, feature_dtype):
     }
 
 
-def read_spec(folder, config, family, options):
+def read_spec(folder: str | Path, config: Mapping[str, Any], family: str, options: Any) -> DrafterSpec:
     """The DrafterSpec in an exported drafter's config.json, ours or another trainer's.
 
+    `config` is the parsed file, `family` the family's name and `options` its own settings.
     Raises: UserError if a field is missing or the drafter has a vocabulary of its own.
     """
     path = Path(folder) / "config.json"
@@ -146,8 +159,11 @@ def read_spec(folder, config, family, options):
         raise UserError(f"{path} lacks {missing}: this is no exported block drafter") from None
 
 
-def read_feature_dtype(folder):
-    """Name of the features' type that an exported drafter was trained on; bfloat16 where it does not say."""
+def read_feature_dtype(folder: str | Path) -> str:
+    """Name of the features' type that an exported drafter was trained on; bfloat16 where it does not say.
+
+    Raises: UserError if it names another type.
+    """
     path = Path(folder) / "config.json"
     name = json_objects(path, read_json(path), "dflash_config").get("feature_dtype", "bfloat16")
     if name not in ("bfloat16", "float16", "float32"):
@@ -155,14 +171,15 @@ def read_feature_dtype(folder):
     return name
 
 
-def json_objects(path, config, key):
+def json_objects(path: Path, config: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The JSON object under a key of the config at `path`, empty where there is none. Raises: UserError for any other value."""
     value = config.get(key) or {}
     if not isinstance(value, dict):
         raise UserError(f"{path}: {key}={value!r} must be a JSON object")
     return value
 
 
-def _number(path, config, key, kind=int, least=1):
+def _number(path: Path, config: Mapping[str, Any], key: str, kind: type = int, least: int = 1) -> Any:
     """A number of a config: whole and at least `least`, or for `float` any above 0."""
     value = config[key]
     if isinstance(value, bool) or not isinstance(value, (int, kind)) or not (value > 0 if kind is float else value >= least):
@@ -170,7 +187,7 @@ def _number(path, config, key, kind=int, least=1):
     return kind(value)
 
 
-def exported_tensors(folder):
+def exported_tensors(folder: str | Path) -> tuple[dict[str, str], Tensors]:
     """{exported key: the name it has in the folder}, `model.` prefixes taken off, and the folder's Tensors.
 
     Raises: UserError for a drafter with a vocabulary of its own. Copies of the target's embedding and head are left out with a warning.
@@ -184,7 +201,13 @@ def exported_tensors(folder):
     return {key: name for key, name in keys.items() if key not in copies}, tensors
 
 
-def write_exported(folder, config, parts, dtype, check):
+def write_exported(
+    folder: str | Path,
+    config: Mapping[str, Any],
+    parts: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    check: Callable[[Path], Sequence[str]],
+) -> Path:
     """Write config.json and model.safetensors, whole or not at all.
 
     `parts` are the tensors under their exported names, `dtype` the type they are written in; `check(folder)` returns what is wrong with

@@ -16,8 +16,8 @@ NO_TOKENIZER = 1 << 60
 """More ids than any embedding has rows: without a tokenizer none of them is known to be unused."""
 
 
-def mask_token(wanted: str | int, target: TargetSpec, folder: str | Path, used_ids: Iterable[int] = ()) -> int:
-    """The id of the token that fills unknown slots: `wanted` is an id, a token's text or `auto`.
+def mask_token(asked: str | int, target: TargetSpec, folder: str | Path, used_ids: Iterable[int] = ()) -> int:
+    """The id of the token that fills unknown slots: `asked` is an id, a token's text or `auto`.
 
     Raises: UserError for a token that has a meaning already, is no row of the embedding, or cannot be found.
     """
@@ -30,7 +30,7 @@ def mask_token(wanted: str | int, target: TargetSpec, folder: str | Path, used_i
             return "is the tokenizer's padding"
         return mask_objection(token, target) or ("occurs in the data" if token in used else None)
 
-    if wanted == "auto":
+    if asked == "auto":
         reserved = [added[t] for word in ("mask", "reserved", "unused") for t in sorted(added) if word in t.lower()]
         candidates = [MASK_TOKENS.get(target.model_type, -1), *range(tokens, target.vocab_size), *reserved]
         free = next((t for t in candidates if objection(t) is None), None)
@@ -39,13 +39,13 @@ def mask_token(wanted: str | int, target: TargetSpec, folder: str | Path, used_i
                 "drafter.mask_token=auto finds no unused row of the target's embedding; name a token: drafter.mask_token=<id or text>"
             )
         return free
-    if isinstance(wanted, str) and wanted not in added:
+    if isinstance(asked, str) and asked not in added:
         raise UserError(
-            f"drafter.mask_token={wanted!r} is not an added token of the target's tokenizer; use an id, or one of {sorted(added)[:8]}"
+            f"drafter.mask_token={asked!r} is not an added token of the target's tokenizer; use an id, or one of {sorted(added)[:8]}"
         )
-    token = added[wanted] if isinstance(wanted, str) else wanted
+    token = added[asked] if isinstance(asked, str) else asked
     if (reason := objection(token)) is not None:
-        raise UserError(f"drafter.mask_token={wanted} {reason}; use an unused id or drafter.mask_token=auto")
+        raise UserError(f"drafter.mask_token={asked} {reason}; use an unused id or drafter.mask_token=auto")
     return token
 
 

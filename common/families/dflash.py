@@ -1,10 +1,10 @@
 """DFlash: every slot is proposed by itself, all at once.
 
-Legend: A anchors, J predicted slots, D hidden, k candidates of a slot.
+Legend: A anchors, J predicted slots, D hidden, T tokens of a row, k candidates of a slot.
 Source: DFlash, arXiv 2602.06036, code z-lab/dflash.
 """
 
-import torch
+from torch import Tensor
 
 from common.config import ObjectiveConfig
 from common.drafter.backbone import Drafter
@@ -22,31 +22,33 @@ class IndependentSlots(Proposer):
     def __init__(self, vocabulary: Vocabulary):
         self.vocabulary = vocabulary
 
-    def chain(self, hidden_AJD: torch.Tensor, anchors_A: torch.Tensor) -> torch.Tensor:
+    def chain(self, hidden_AJD: Tensor, anchors_A: Tensor) -> Tensor:
         return best_tokens(hidden_AJD, self.vocabulary, 1)[1][..., 0]
 
-    def children(self, hidden_AJD: torch.Tensor, anchors_A: torch.Tensor, width: int) -> list[Children]:
+    def children(self, hidden_AJD: Tensor, anchors_A: Tensor, width: int) -> list[Children]:
         logprobs_AJk, tokens_AJk = best_tokens(hidden_AJD, self.vocabulary, width)
-        slots = zip(tokens_AJk.tolist(), logprobs_AJk.tolist(), strict=True)
-        return [self._children(tokens, logprobs) for tokens, logprobs in slots]
+        blocks = zip(tokens_AJk.tolist(), logprobs_AJk.tolist(), strict=True)
+        return [self._children_of(tokens_Jk, logprobs_Jk) for tokens_Jk, logprobs_Jk in blocks]
 
     @staticmethod
-    def _children(tokens_Jk: list[list[int]], logprobs_Jk: list[list[float]]) -> Children:
+    def _children_of(tokens_Jk: list[list[int]], logprobs_Jk: list[list[float]]) -> Children:
         return lambda depth, parent: (tokens_Jk[depth], logprobs_Jk[depth])
 
 
 class DFlash(DrafterFamily):
+    """The plain family: no modules, settings or loss terms of its own."""
+
     name = "dflash"
     architecture = "DFlashDraftModel"
 
     def loss(
         self,
         drafter: Drafter,
-        hidden_AJD: torch.Tensor,
+        hidden_AJD: Tensor,
         vocabulary: Vocabulary,
         blocks: Blocks,
         config: ObjectiveConfig,
-        final_hidden_TD: torch.Tensor | None,
+        final_hidden_TD: Tensor | None,
     ) -> Result:
         return base_loss(hidden_AJD, vocabulary, blocks, config, final_hidden_TD)
 

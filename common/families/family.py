@@ -6,12 +6,13 @@ exported form and settings to the `drafter` section; whatever it leaves alone is
 Legend: A anchors, K block slots, J = K - 1 predicted slots, D hidden, T tokens of a row.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from common.config import ObjectiveConfig
 from common.drafter.backbone import Drafter
@@ -26,24 +27,31 @@ from common.target.files import TargetSpec, read_json
 from common.target.vocabulary import Vocabulary
 
 
-class Proposer:
+class Proposer(ABC):
     """Chooses a block's tokens from the hidden states of its slots. Chains, trees and the replay of held-out conversations all go
     through it, so that what is measured while training is what will be served.
 
     Shapes: hidden_AJD [A, J, D], the predicted slots behind the drafter's last norm; anchors_A int64 [A], the tokens before them.
     """
 
-    def chain(self, hidden_AJD: torch.Tensor, anchors_A: torch.Tensor) -> torch.Tensor:
+    @abstractmethod
+    def chain(self, hidden_AJD: Tensor, anchors_A: Tensor) -> Tensor:
         """The greedy proposal of every block: int64 [A, J]."""
-        raise NotImplementedError
 
-    def children(self, hidden_AJD: torch.Tensor, anchors_A: torch.Tensor, width: int) -> list[Children]:
-        """For every block a function from a tree's node to the `width` best tokens that may follow it."""
-        raise NotImplementedError
+    @abstractmethod
+    def children(self, hidden_AJD: Tensor, anchors_A: Tensor, width: int) -> list[Children]:
+        """For every block a function from a tree's node to the `width` best tokens that may follow it.
+
+        What it gives for the best token of each slot, from the anchor on, must be the chain.
+        """
 
 
-class DrafterFamily:
-    """Plain DFlash in everything that a family does not override. `options` is the dataclass of settings that only this family has."""
+class DrafterFamily(ABC):
+    """One kind of drafter: plain DFlash in everything that it does not override.
+
+    `name` is what `drafter.family` takes, `architecture` what an exported config.json names, and `options` the dataclass of the settings
+    that only this family has: they are read as further keys of the `drafter` section and kept in `DrafterSpec.options`.
+    """
 
     name: str
     architecture: str
@@ -53,28 +61,42 @@ class DrafterFamily:
         """Modules beside the backbone's, by the name under which their tensors are trained and exported; `kind` is dtype and device."""
         return {}
 
+    def first_values(self, name: str, value: Tensor, spec: DrafterSpec, generator: torch.Generator) -> None:
+        """Fill `value`, on the CPU, with what the parameter `name` of a drafter from scratch starts with.
+
+        Matrices are drawn with the target's own spread, norms start as ones and biases as zeros.
+        """
+        if value.dim() > 1:
+            value.normal_(0.0, spec.initializer_range, generator=generator)
+        else:
+            value.fill_(0.0 if name.endswith(".bias") else 1.0)
+
+    @abstractmethod
     def loss(
         self,
         drafter: Drafter,
-        hidden_AJD: torch.Tensor,
+        hidden_AJD: Tensor,
         vocabulary: Vocabulary,
         blocks: Blocks,
         config: ObjectiveConfig,
-        final_hidden_TD: torch.Tensor | None,
+        final_hidden_TD: Tensor | None,
     ) -> Result:
-        """The loss of all blocks of a packet, and how well the family's own proposals do."""
-        raise NotImplementedError
+        """The loss of all blocks of a packet, and how well the family's own proposals do.
 
+        Shapes: hidden_AJD [A, J, D]; final_hidden_TD [T, D], the target's hidden states after its norm, where the loss needs them.
+        """
+
+    @abstractmethod
     def proposer(self, drafter: Drafter, vocabulary: Vocabulary) -> Proposer:
-        raise NotImplementedError
+        """How this drafter's tokens are proposed; it follows the drafter's weights while they are trained."""
 
     def export_config(self, spec: DrafterSpec, target: TargetSpec, dtype: str, feature_dtype: str) -> dict[str, Any]:
-        """config.json of the exported form."""
+        """config.json of the exported form; `dtype` and `feature_dtype` are the names of the weights' and the features' type."""
         return exported_config(spec, target, self.architecture, dtype, feature_dtype)
 
-    def read_options(self, config: Mapping[str, Any]) -> Any:
-        """The family's own settings out of an exported config.json: an instance of `options`."""
-        return None
+    def read_options(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings of `options` that an exported config.json records, by name. Raises: KeyError where one is missing."""
+        return {}
 
     def build(self, spec: DrafterSpec, dtype: torch.dtype, device: torch.device | str, checkpointing: bool = False) -> Drafter:
         """The drafter with all its modules, weights not yet set."""
@@ -88,12 +110,24 @@ class DrafterFamily:
         parts = split(spec, self.build(spec, torch.bfloat16, "meta").state_dict())
         return {name: tuple(tensor.shape) for name, tensor in parts.items()}
 
-    def load(self, folder: str | Path) -> tuple[DrafterSpec, dict[str, torch.Tensor]]:
+    def read_spec(self, folder: str | Path) -> DrafterSpec:
+        """The DrafterSpec of an exported drafter of this family. Settings that it does not record have their defaults.
+
+        Raises: UserError if config.json lacks a field, or if the drafter has a vocabulary of its own.
+        """
+        config = read_json(Path(folder) / "config.json")
+        try:
+            options = None if self.options is None else self.options(**self.read_options(config))
+        except KeyError as missing:
+            raise UserError(f"{folder}/config.json lacks {missing}: this is no exported {self.name} drafter") from None
+        return read_spec(folder, config, self.name, options)
+
+    def load(self, folder: str | Path) -> tuple[DrafterSpec, dict[str, Tensor]]:
         """Spec and state dict of an exported drafter of this family, ours or another trainer's.
 
         Raises: UserError if it has a vocabulary of its own, or tensors other than the exported form's.
         """
-        spec = self._read_spec(folder)
+        spec = self.read_spec(folder)
         names, tensors = exported_tensors(folder)
         found = {key: tensors.shape(name) for key, name in names.items()}
         if errors := shape_errors(self.exported_shapes(spec), found):
@@ -105,13 +139,13 @@ class DrafterFamily:
 
         Raises: UserError only if the folder is no drafter at all.
         """
-        config, spec = read_json(Path(folder) / "config.json"), self._read_spec(folder)
+        config, spec = read_json(Path(folder) / "config.json"), self.read_spec(folder)
         names, tensors = exported_tensors(folder)
         errors = shape_errors(self.exported_shapes(spec), {name: tensors.shape(name) for name in names.values()})
         return Report(errors + config_errors(config, spec, target, self.architecture), engine_notes(config, spec, target))
 
     def export(
-        self, folder: str | Path, tensors: Mapping[str, torch.Tensor], spec: DrafterSpec, target: TargetSpec, dtype: str, feature_dtype: str
+        self, folder: str | Path, tensors: Mapping[str, Tensor], spec: DrafterSpec, target: TargetSpec, dtype: str, feature_dtype: str
     ) -> Path:
         """Write the exported form of a drafter's tensors ({parameter name: tensor}), checked, whole or not at all.
 
@@ -120,7 +154,3 @@ class DrafterFamily:
         """
         config, parts = self.export_config(spec, target, dtype, feature_dtype), split(spec, tensors)
         return write_exported(folder, config, parts, getattr(torch, dtype), lambda written: self.check(written, target).errors)
-
-    def _read_spec(self, folder: str | Path) -> DrafterSpec:
-        config = read_json(Path(folder) / "config.json")
-        return read_spec(folder, config, self.name, self.read_options(config))

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
 
-import torch
+from torch import Tensor
 
 from common.config import DrafterConfig
 from common.drafter.check import Report
@@ -16,6 +16,9 @@ from common.families.family import DrafterFamily
 from common.target.files import TargetSpec, read_json
 
 FAMILIES: dict[str, DrafterFamily] = {family.name: family for family in (DFlash(),)}
+
+FROM_SCRATCH = ("random", "target_layers")
+"""Values of `drafter.init` that are no folder of an exported drafter."""
 
 
 def family_options() -> dict[str, type | None]:
@@ -29,7 +32,7 @@ def family_of(folder: str | Path) -> DrafterFamily:
     return next((f for f in FAMILIES.values() if f.architecture in architectures), FAMILIES["dflash"])
 
 
-def load_exported(folder: str | Path) -> tuple[DrafterSpec, dict[str, torch.Tensor]]:
+def load_exported(folder: str | Path) -> tuple[DrafterSpec, dict[str, Tensor]]:
     """Spec and state dict of an exported drafter. Raises: UserError if the folder holds none that is known."""
     return family_of(folder).load(folder)
 
@@ -43,22 +46,28 @@ def resolve_spec(config: DrafterConfig, target: TargetSpec, folder: str | Path, 
     """The drafter that the `drafter` section describes for a target whose files lie in `folder`.
 
     `used_ids` are token ids that occur in the data; the mask token must not be one of them.
-    Raises: UserError for taps, mask tokens or dimensions that do not fit the target.
+    Raises: UserError for taps, mask tokens or dimensions that do not fit the target, or the drafter that `drafter.init` names.
     """
-    if config.init in ("random", "target_layers"):
+    if config.init in FROM_SCRATCH:
         return DrafterSpec.resolve(config, target, folder, used_ids)
-    return _continued(config, load_exported(config.init)[0], target, folder, used_ids)
+    return _continued(config, target, folder, used_ids)
 
 
-def _continued(config: DrafterConfig, spec: DrafterSpec, target: TargetSpec, folder: str | Path, used_ids: Iterable[int]) -> DrafterSpec:
+def _continued(config: DrafterConfig, target: TargetSpec, folder: str | Path, used_ids: Iterable[int]) -> DrafterSpec:
     """The spec of an exported drafter that training goes on from; what the config names must agree with it."""
-    asked = {name: getattr(config, name) for name in ("layers", "intermediate_size", "heads", "kv_heads", "head_dim", "window")}
+    family = family_of(config.init)
+    spec = family.read_spec(config.init)
+    found = dataclasses.asdict(spec)
+    asked = {name: getattr(config, name) for name in ("family", "layers", "intermediate_size", "heads", "kv_heads", "head_dim", "window")}
     asked |= {"taps": None if config.taps == "auto" else tuple(config.taps)}
     asked |= {"layer_types": config.layer_types and tuple(config.layer_types)}
+    if family.name == config.family:
+        recorded = family.read_options(read_json(Path(config.init) / "config.json"))
+        found, asked = found | recorded, asked | {name: getattr(config.options, name) for name in recorded}
     for name, value in asked.items():
-        if value is not None and value != getattr(spec, name):
-            raise UserError(f"drafter.{name}={value} but the drafter in drafter.init={config.init} has {getattr(spec, name)}; write that")
-    wanted = spec.mask_token_id if config.mask_token == "auto" else config.mask_token
-    spec = dataclasses.replace(spec, block_size=config.block_size, mask_token_id=mask_token(wanted, target, folder, used_ids))
+        if value is not None and value != found[name]:
+            raise UserError(f"drafter.{name}={value} but the drafter in drafter.init={config.init} has {found[name]}; write that")
+    token = mask_token(spec.mask_token_id if config.mask_token == "auto" else config.mask_token, target, folder, used_ids)
+    spec = dataclasses.replace(spec, options=config.options, block_size=config.block_size, mask_token_id=token)
     spec.validate(target)
     return spec

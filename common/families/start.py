@@ -1,39 +1,48 @@
 """A drafter with the weights it starts from."""
 
 import re
+from pathlib import Path
 
 import torch
 
+from common.config import DrafterConfig
+from common.drafter.backbone import Drafter
 from common.drafter.export import split
-from common.families.registry import FAMILIES, load_exported
+from common.drafter.spec import DrafterSpec
+from common.families.family import DrafterFamily
+from common.families.registry import FAMILIES, FROM_SCRATCH, load_exported
 from common.target.files import Tensors
 
 
-def make_drafter(config, spec, target_folder, device, seed):
-    """A drafter with its first weights, as `config` (the `drafter` section) asks: equal for equal seeds on equal devices.
+def make_drafter(config: DrafterConfig, spec: DrafterSpec, target_folder: str | Path, device: torch.device | str, seed: int) -> Drafter:
+    """A drafter with its first weights, as `config` (the `drafter` section) asks: equal for equal seeds, on every device.
 
     Raises: UserError if the weights to start from do not fit.
     """
-    drafter = FAMILIES[spec.family].build(spec, getattr(torch, config.dtype), device, config.activation_checkpointing)
-    generator = torch.Generator(device).manual_seed(seed)
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            parameter.normal_(0.0, spec.initializer_range, generator=generator) if parameter.dim() > 1 else parameter.fill_(1.0)
-        for layer in drafter.layers:
-            for linear in (layer.self_attn.qkv_proj, layer.self_attn.o_proj):
-                if linear.bias is not None:
-                    linear.bias.zero_()
+    family = FAMILIES[spec.family]
+    drafter = family.build(spec, getattr(torch, config.dtype), device, config.activation_checkpointing)
+    if config.init in FROM_SCRATCH:
+        _draw(drafter, family, torch.Generator().manual_seed(seed))
+    else:
+        drafter.load_state_dict(load_exported(config.init)[1])
     if config.init == "target_layers":
         _copy_target_layers(drafter, Tensors(target_folder))
-    elif config.init != "random":
-        drafter.load_state_dict(load_exported(config.init)[1])
     if config.zero_features:
         torch.nn.init.zeros_(drafter.fc.weight)  # without features it gets no gradient: the drafter that is served sees none either
     return drafter
 
 
 @torch.no_grad()
-def _copy_target_layers(drafter, tensors):
+def _draw(drafter: Drafter, family: DrafterFamily, generator: torch.Generator) -> None:
+    """Draw every parameter on the CPU, whose numbers are the same beside every GPU, and copy it to its device: one at a time."""
+    for name, parameter in drafter.named_parameters():
+        value = torch.empty(parameter.shape, dtype=parameter.dtype)
+        family.first_values(name, value, drafter.spec, generator)
+        parameter.copy_(value)
+
+
+@torch.no_grad()
+def _copy_target_layers(drafter: Drafter, tensors: Tensors) -> None:
     """Start each layer (and the last norm) from the target's tapped layer, wherever name and shape agree."""
     spec, names = drafter.spec, tensors.names()
     parts = split(spec, drafter.state_dict())  # views: what is copied into them arrives in the drafter

@@ -14,8 +14,11 @@ import numpy as np
 from common.data.rows import Row
 from common.objective.blocks import candidates
 
-Children = Callable[[int, int], tuple[Sequence[int], Sequence[float]]]
-"""(depth of a node from 0, the root; the node's token) -> the tokens that may follow it and their log-probabilities, best first."""
+Siblings = tuple[Sequence[int], Sequence[float]]
+"""Tokens that may follow one node of a tree, and their log-probabilities, best first."""
+
+Children = Callable[[int, int], Siblings]
+"""(a node's depth, 0 for the root; the node's token) -> what may follow it."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +68,10 @@ def best_prefixes(children: Children, root: int, slots: int) -> Iterator[tuple[i
     `parent` is an earlier prefix's number or -1 (the root, whose token is `root`), `depth` counts from 1. A yielded prefix offers its next
     sibling and its first child, so none is missed. Earlier offers win ties: the order is the same on every machine.
     """
-    heap: list[tuple[float, int, int, int, int, tuple[Sequence[int], Sequence[float]]]] = []
+    heap: list[tuple[float, int, int, int, int, Siblings]] = []
     offered = 0
 
-    def offer(cost: float, parent: int, depth: int, rank: int, siblings: tuple[Sequence[int], Sequence[float]]) -> None:
+    def offer(cost: float, parent: int, depth: int, rank: int, siblings: Siblings) -> None:
         nonlocal offered
         if rank < len(siblings[0]):
             heapq.heappush(heap, (cost - siblings[1][rank], offered, parent, depth, rank, siblings))
@@ -93,10 +96,11 @@ def build_tree(children: Children, root: int, slots: int, budget: int) -> list[t
 
 def tree_accepted(children: Children, root: int, labels_J: Sequence[int], budget: int) -> int:
     """Length of the labels' longest prefix that is in the tree of `budget` nodes below the token `root`."""
-    tip, tip_token, accepted = -1, root, 0
+    tip, accepted, possible = -1, 0, children(0, root)[0]  # the last accepted prefix, its length, the tokens that may follow it
     for number, (parent, _, token) in enumerate(itertools.islice(best_prefixes(children, root, len(labels_J)), budget)):
-        if accepted == len(labels_J) or labels_J[accepted] not in children(accepted, tip_token)[0]:
+        if accepted == len(labels_J) or labels_J[accepted] not in possible:
             break
         if parent == tip and token == labels_J[accepted]:
-            tip, tip_token, accepted = number, token, accepted + 1
+            tip, accepted = number, accepted + 1
+            possible = children(accepted, token)[0] if accepted < len(labels_J) else ()
     return accepted

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from common.config import ObjectiveConfig
 from common.objective.blocks import Blocks
-from common.objective.head import Teacher, slot_terms
+from common.objective.head import LogitBias, Teacher, slot_terms
 from common.objective.losses import LOSSES, confidence_weights
 from common.target.vocabulary import Vocabulary
 
 Metrics = dict[str, tuple[Tensor, Tensor]]
+"""(sum, count) by name."""
 
 
 @dataclass
@@ -33,15 +34,17 @@ def base_loss(
     config: ObjectiveConfig,
     final_hidden_TD: Tensor | None = None,
     chunk_anchors: int | None = None,
+    bias: LogitBias | None = None,
 ) -> Result:
-    """Weighted loss of all blocks, every slot by itself, to be divided by the weights of the whole optimiser step.
+    """Weighted loss of all blocks by the target's head, to be divided by the weights of the whole optimiser step.
 
+    `bias` is what a family adds to the logits, e.g. for the token before a slot (teacher-forced: the label before it).
     Shapes: hidden_AJD [A, J, D]; final_hidden_TD [T, D], the target's hidden states after its norm (for losses that distil). Units: nats.
     Metrics: loss (weighted), nll (plain mean over valid slots), and those of `acceptance_metrics`.
     """
     loss, labels_AJ, valid_AJ = LOSSES[config.loss], blocks.labels_AK[:, 1:], blocks.valid_AK[:, 1:]
-    teacher = Teacher(final_hidden_TD, _index_before(blocks, labels_AJ, len(final_hidden_TD))) if loss.distils else None
-    terms_CAJ, nll_AJ, hit_AJ = slot_terms(hidden_AJD, vocabulary, labels_AJ, loss, config.head, teacher, chunk_anchors)
+    teacher = _teacher(final_hidden_TD, blocks, labels_AJ) if loss.distils else None
+    terms_CAJ, nll_AJ, hit_AJ = slot_terms(hidden_AJD, vocabulary, labels_AJ, loss, config.head, teacher, bias, chunk_anchors)
     return weighted(loss.combine(terms_CAJ, valid_AJ), nll_AJ, hit_AJ, blocks, config)
 
 
@@ -59,8 +62,10 @@ def weighted(value_AJ: Tensor, nll_AJ: Tensor, hit_AJ: Tensor, blocks: Blocks, c
 
 
 def acceptance_metrics(correct_AJ: Tensor, blocks: Blocks) -> Metrics:
-    """Where proposals agree with the labels: accuracy and accepted (unbroken) [J], tau (1 + accepted, per anchor), and the share of
-    packets that are empty, without an anchor."""
+    """Where proposals agree with the labels, and the share of packets that are empty, without an anchor.
+
+    Shapes: accuracy and accepted (unbroken from the first slot) [J]; tau (1 + accepted, per anchor) and empty are scalars.
+    """
     accepted_AJ, kept, valid_J = correct_AJ.int().cumprod(1), blocks.keep_A.sum(), blocks.valid_AK[:, 1:].sum(0)
     return {
         "accuracy": (correct_AJ.sum(0), valid_J),
@@ -70,7 +75,8 @@ def acceptance_metrics(correct_AJ: Tensor, blocks: Blocks) -> Metrics:
     }
 
 
-def _index_before(blocks: Blocks, labels_AJ: Tensor, row_tokens: int) -> Tensor:
-    """Row index of the token before each label: where the target's own distribution over the label lies."""
+def _teacher(final_hidden_TD: Tensor | None, blocks: Blocks, labels_AJ: Tensor) -> Teacher:
+    """The target's own distribution over each label lies at the token before it."""
+    assert final_hidden_TD is not None, "packets carry final hidden states where the loss distils"
     slots = torch.arange(labels_AJ.shape[1], device=labels_AJ.device)
-    return (blocks.anchor_A[:, None] + slots).clamp(max=row_tokens - 1)
+    return Teacher(final_hidden_TD, (blocks.anchor_A[:, None] + slots).clamp(max=len(final_hidden_TD) - 1))

@@ -2,23 +2,32 @@
 
 Two implementations of one function. `fused` computes the gradient with respect to the hidden states in the forward pass (by autograd
 over a chunk's logits, by hand where the loss says so) and keeps it: two products a row, no logits survive a chunk. `checkpoint` is the
-plain twin that autograd differentiates and recomputes: three products. Slot 0, the clean anchor, has no loss and no hidden state here; a block is never split over two chunks.
+plain twin that autograd differentiates and recomputes: three products. Slot 0, the clean anchor, has no loss and no hidden state here;
+a block is never split over two chunks.
 
 Legend: A anchors, K block slots, J = K - 1 predicted slots, D hidden, V vocabulary, T tokens, R = rows of a chunk, C loss terms.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from common import compile_cache
-from common.objective.losses import Loss, cross_entropy
+from common.objective.losses import Loss, cross_entropy, cross_entropy_gradient
 from common.target.vocabulary import Vocabulary
 
 CHUNK_LOGITS = 4080 * 151936
 """Logits of a chunk: 272 blocks of 16, whose products just fill the multiprocessors of an H200; 1.2 GiB in bfloat16."""
+
+LogitBias = Callable[[slice], Tensor]
+"""What a drafter family adds to the logits of some anchors' slots: (slice of A) -> [R, V], differentiable in the family's parameters."""
+
+SlotTerms = tuple[Tensor, Tensor, Tensor]
+"""Loss terms [C, R], the labels' negative log-likelihoods [R], whether the best token is the label, bool [R]; or [A, J] instead of [R]."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +37,8 @@ class Teacher:
     Shapes: hidden_TD [T, D], index_AJ [A, J].
     """
 
-    hidden_TD: torch.Tensor
-    index_AJ: torch.Tensor
+    hidden_TD: Tensor
+    index_AJ: Tensor
 
 
 def slot_terms(
@@ -39,29 +48,32 @@ def slot_terms(
     loss: Loss,
     head: str,
     teacher: Teacher | None = None,
+    bias: LogitBias | None = None,
     chunk_anchors: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> SlotTerms:
     """Loss terms of each predicted slot, differentiable in hidden_AJD, with the label's nll and whether the best token is the label.
 
+    With a bias every head is `checkpoint`: the gradient of the bias's own parameters needs the slots' weights, which come later.
     Shapes: hidden_AJD [A, J, D], labels_AJ int64 [A, J] -> terms [C, A, J], nll [A, J], hit bool [A, J] (the last two without gradient).
     Units: nats.
     """
     A, J = labels_AJ.shape
     spans = _spans(A, J * vocabulary.head.shape[0], chunk_anchors)
-    if head == "fused":
+    if head == "fused" and bias is None:
         return _FusedHead.apply(hidden_AJD, vocabulary, labels_AJ, loss, teacher, spans)
     parts = [
         checkpoint(
-            _chunk, hidden_AJD[span], vocabulary, labels_AJ[span], loss, teacher, span, use_reentrant=False, preserve_rng_state=False
+            _chunk, hidden_AJD[span], vocabulary, labels_AJ[span], loss, teacher, bias, span, use_reentrant=False, preserve_rng_state=False
         )
         for span in spans
     ]
     return _joined(parts, A, J)
 
 
-def _joined(parts, A, J):
-    """The chunks' results, each with its last dimension [R], as one: [A, J]."""
-    return tuple(torch.cat(part, dim=-1).unflatten(-1, (A, J)) for part in zip(*parts, strict=True))
+def _joined(parts: Sequence[SlotTerms], A: int, J: int) -> SlotTerms:
+    """The chunks' results as one."""
+    terms, nlls, hits = (torch.cat(part, dim=-1).unflatten(-1, (A, J)) for part in zip(*parts, strict=True))
+    return terms, nlls, hits
 
 
 @torch.no_grad()
@@ -76,19 +88,28 @@ def best_tokens(hidden_AJD: Tensor, vocabulary: Vocabulary, width: int, chunk_an
     return logprobs, tokens
 
 
-def _spans(anchors, logits_per_anchor, chunk_anchors):
+def _spans(anchors: int, logits_per_anchor: int, chunk_anchors: int | None) -> list[slice]:
     """Slices of anchors, all but the last of equal length."""
     chunk_anchors = chunk_anchors or max(1, CHUNK_LOGITS // logits_per_anchor)
     return [slice(start, min(start + chunk_anchors, anchors)) for start in range(0, anchors, chunk_anchors)]
 
 
-def _chunk(hidden_AJD, vocabulary, labels_AJ, loss, teacher, span):
+def _chunk(
+    hidden_AJD: Tensor,
+    vocabulary: Vocabulary,
+    labels_AJ: Tensor,
+    loss: Loss,
+    teacher: Teacher | None,
+    bias: LogitBias | None,
+    span: slice,
+) -> SlotTerms:
     logits_RV, teacher_RV = _logits(hidden_AJD, vocabulary, teacher, span)
-    terms_CR, nll_R, hit_R = slot_values(logits_RV, labels_AJ.flatten(), teacher_RV, loss, vocabulary.softcap)
+    bias_RV = None if bias is None else bias(span)
+    terms_CR, nll_R, hit_R = slot_values(logits_RV, labels_AJ.flatten(), teacher_RV, loss, vocabulary.softcap, bias_RV)
     return terms_CR, nll_R.detach(), hit_R
 
 
-def _logits(hidden_AJD, vocabulary, teacher, span):
+def _logits(hidden_AJD: Tensor, vocabulary: Vocabulary, teacher: Teacher | None, span: slice) -> tuple[Tensor, Tensor | None]:
     """Uncapped logits of the drafter and, if it is asked, of the target."""
     logits_RV = hidden_AJD.flatten(0, 1) @ vocabulary.head.T
     if teacher is None:
@@ -96,11 +117,21 @@ def _logits(hidden_AJD, vocabulary, teacher, span):
     return logits_RV, teacher.hidden_TD[teacher.index_AJ[span].flatten()].to(vocabulary.head.dtype) @ vocabulary.head.T
 
 
-def _fused_chunk(hidden_AJD, vocabulary, labels_AJ, loss, teacher, span, kept):
+def _fused_chunk(
+    hidden_AJD: Tensor,
+    vocabulary: Vocabulary,
+    labels_AJ: Tensor,
+    loss: Loss,
+    teacher: Teacher | None,
+    span: slice,
+    kept: Sequence[Tensor],
+) -> SlotTerms:
     """`_chunk`, and the gradient of each term with respect to its row's hidden state into the tensors of `kept` [R, D], if any."""
     logits_RV, teacher_RV = _logits(hidden_AJD, vocabulary, teacher, span)
     if loss.gradient is not None:
-        terms_CR, nll_R, hit_R, gradient_RV = _with_gradient_by_hand(logits_RV, labels_AJ.flatten(), loss, vocabulary.softcap)
+        terms_CR, nll_R, hit_R, gradient_RV = _with_gradient_by_hand(
+            logits_RV, labels_AJ.flatten(), loss.gradient, loss, vocabulary.softcap
+        )
         for kept_RD in kept:
             torch.mm(gradient_RV, vocabulary.head, out=kept_RD)
         return terms_CR, nll_R, hit_R
@@ -118,7 +149,15 @@ def _fused_chunk(hidden_AJD, vocabulary, labels_AJ, loss, teacher, span, kept):
 
 class _FusedHead(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_AJD, vocabulary, labels_AJ, loss, teacher, spans):
+    def forward(
+        ctx: Any,
+        hidden_AJD: Tensor,
+        vocabulary: Vocabulary,
+        labels_AJ: Tensor,
+        loss: Loss,
+        teacher: Teacher | None,
+        spans: Sequence[slice],
+    ) -> SlotTerms:
         A, J, D = *labels_AJ.shape, hidden_AJD.shape[-1]
         kept_CAJD = hidden_AJD.new_empty(loss.count, A, J, D) if ctx.needs_input_grad[0] else ()
         parts = []
@@ -133,7 +172,8 @@ class _FusedHead(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, scale_CAJ, *_):
+    def backward(ctx: Any, *scales: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]  (the decorator's type)
+        scale_CAJ = scales[0]
         kept_CAJD, ctx.kept_CAJD = ctx.kept_CAJD, None
         gradient_AJD = kept_CAJD[0].mul_(scale_CAJ[0, ..., None])
         for kept_AJD, scale_AJ in zip(kept_CAJD[1:], scale_CAJ[1:], strict=True):
@@ -141,35 +181,42 @@ class _FusedHead(torch.autograd.Function):
         return gradient_AJD, None, None, None, None, None
 
 
-def _with_gradient_by_hand(logits_RV, labels_R, loss, softcap):
-    """Terms [1, R], nll [R], hit [R] and the gradient [R, V]: one kernel on CUDA, where the logits are overwritten."""
-    if logits_RV.is_cuda and logits_RV.dtype != torch.float64:
+def _with_gradient_by_hand(
+    logits_RV: Tensor, labels_R: Tensor, gradient: Callable[[Tensor, Tensor], Tensor], loss: Loss, softcap: float | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Terms [1, R], nll [R], hit [R] and the gradient [R, V]; cross entropy is one kernel on CUDA, where the logits are overwritten."""
+    if gradient is cross_entropy_gradient and logits_RV.is_cuda and logits_RV.dtype != torch.float64:
         from common.objective.head_kernel import cross_entropy_  # Triton comes with torch for CUDA only
 
         nll_R, hit_R = cross_entropy_(logits_RV, labels_R, softcap)
         return nll_R[None], nll_R, hit_R, logits_RV
     capped_RV = _cap(logits_RV, softcap)
-    gradient_RV = loss.gradient(capped_RV.softmax(-1), labels_R)
+    gradient_RV = gradient(capped_RV.softmax(-1), labels_R)
     if softcap is not None:
         gradient_RV = gradient_RV * (1 - (capped_RV / softcap) ** 2)
     return *slot_values(logits_RV, labels_R, None, loss, softcap), gradient_RV.to(logits_RV.dtype)
 
 
 def slot_values(
-    logits_RV: Tensor, labels_R: Tensor, teacher_RV: Tensor | None, loss: Loss, softcap: float | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Terms [C, R], the label's nll [R] and hit [R] from uncapped logits, in float32 (float64 where those are)."""
+    logits_RV: Tensor, labels_R: Tensor, teacher_RV: Tensor | None, loss: Loss, softcap: float | None, bias_RV: Tensor | None = None
+) -> SlotTerms:
+    """Terms [C, R], the label's nll [R] and hit [R] from uncapped logits, in float32 (float64 where those are).
+
+    `bias_RV` is added to the drafter's capped logits.
+    """
     capped_RV = _cap(logits_RV, softcap)
+    if bias_RV is not None:
+        capped_RV = capped_RV + bias_RV.to(capped_RV.dtype)
     log_q_RV = capped_RV.log_softmax(-1)
     log_p_RV = None if teacher_RV is None else _cap(teacher_RV, softcap).log_softmax(-1)
     (nll_R,) = cross_entropy(log_q_RV, labels_R)
     return torch.stack(loss.terms(log_q_RV, labels_R, log_p_RV)), nll_R, capped_RV.argmax(-1) == labels_R
 
 
-def _cap(logits, softcap):
+def _cap(logits: Tensor, softcap: float | None) -> Tensor:
     logits = logits.to(_wide(logits.dtype))
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
-def _wide(dtype):
+def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)

@@ -2,18 +2,23 @@
 
 The row is read twice (once for the softmax's sum, once for the gradient, backwards, so that its tail still lies in the cache) and
 written once; one program occupies a multiprocessor, so that the rows in flight fit the cache.
-Needs Triton, which comes with torch for CUDA. Twin: `head.slot_values_and_gradients`.
+Legend: R rows (slots), V vocabulary; L lanes of a tile.
+Needs Triton, which comes with torch for CUDA. Twin: `head.slot_values` with
+`losses.cross_entropy_gradient`.
 """
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 TILING = (512, 8, 16)
 """Lanes of a tile, neighbouring logits of a lane (reduced within a thread), warps."""
 
 
-def cross_entropy_(logits_RV, labels_R, softcap, tiling=TILING):
+def cross_entropy_(
+    logits_RV: Tensor, labels_R: Tensor, softcap: float | None, tiling: tuple[int, int, int] = TILING
+) -> tuple[Tensor, Tensor]:
     """Each label's nll and hit; logits_RV is overwritten by the gradient of nll.
 
     Shapes: logits_RV [R, V] contiguous, labels_R int64 -> nll float32 [R], hit bool [R] (the first largest logit is the label's).
@@ -39,7 +44,7 @@ def _cross_entropy(logits, labels, nll, hit, V, CAP: tl.constexpr, LANES: tl.con
     row = tl.program_id(0).to(tl.int64)
     logits += row * V
     label = tl.load(labels + row)
-    wanted = _cap(tl.load(logits + label).to(tl.float32), CAP)
+    of_label = _cap(tl.load(logits + label).to(tl.float32), CAP)
     at_LV = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     peak_L = tl.full([LANES], -1e30, tl.float32)
     before_L = tl.full([LANES], -1e30, tl.float32)  # the largest logit in front of the label: ties go to the first
@@ -57,8 +62,8 @@ def _cross_entropy(logits, labels, nll, hit, V, CAP: tl.constexpr, LANES: tl.con
         peak_L = top_L
     peak = tl.max(peak_L, 0)
     logsum = peak + tl.log(tl.sum(total_L * tl.exp(peak_L - peak), 0))
-    tl.store(nll + row, logsum - wanted)
-    tl.store(hit + row, (wanted >= peak) & (wanted > tl.max(before_L, 0)))
+    tl.store(nll + row, logsum - of_label)
+    tl.store(hit + row, (of_label >= peak) & (of_label > tl.max(before_L, 0)))
     for tile in range(tiles):
         index = (tiles - 1 - tile) * TILE + at_LV
         x = _cap(tl.load(logits + index, mask=index < V, other=0.0).to(tl.float32), CAP)
