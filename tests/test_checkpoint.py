@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 
-from common.config import Config
+from common.config import BEFORE, Config
 from common.config_reader import to_dict
 from common.errors import UserError
 from common.training.checkpoint import MARKER, CheckpointError, compare_configs, open_checkpoint
@@ -294,6 +294,22 @@ def test_configs_may_differ_only_where_they_steer(run):
     ):
         compare_configs(saved, current)
     assert any(note.startswith("optim.lr") for note in compare_configs(saved, current, ["optim.lr", "drafter.layers"]))
+
+
+def test_keys_that_came_later_or_went_break_no_checkpoint(monkeypatch):
+    """Else every release that adds a setting ends all runs that were begun before it, or silently changes what they learn."""
+    saved, current = to_dict(Config()), to_dict(Config())
+    del saved["objective"]["alpha"], saved["optim"]["max_skipped"], saved["link"]
+    saved["optim"]["a_key_that_is_gone"], saved["a_section_that_is_gone"] = 3, {"key": 1}
+    assert compare_configs(saved, current) == []
+    current["objective"]["alpha"] = 0.25
+    with pytest.raises(UserError, match=r"objective\.alpha was 0\.5, is 0\.25"):
+        compare_configs(saved, current)
+    monkeypatch.setitem(BEFORE, "objective.alpha", 0.25)
+    assert compare_configs(saved, current) == [], "before the key existed, the suite did as with 0.25"
+    current["objective"]["alpha"] = 0.5
+    with pytest.raises(UserError, match=r"objective\.alpha was 0\.25, is 0\.5"):
+        compare_configs(saved, current)
 
 
 @pytest.mark.parametrize(
