@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from common.data.rows import Row
 from common.drafter.block_mask import MaskSpec, PacketMask, packet_mask
@@ -20,36 +21,43 @@ GAMMA = {8: 4.0, 10: 5.0, 16: 7.0}
 """Decay length by block size, as DFlash trained them."""
 
 
-def default_anchors(pack_tokens, block_size):
+def default_anchors(pack_tokens: int, block_size: int) -> int:
     """One anchor per six tokens, rounded up so that blocks fill tiles of 128 queries."""
     tile = 128 // block_size if 128 % block_size == 0 else 1
     return -(-pack_tokens // (6 * tile)) * tile
 
 
-def candidates(row):
+def candidates(row: Row) -> np.ndarray:
     """Row indices of all possible anchors: supervised, and followed by a supervised token of the same document."""
     supervised = row.loss_mask.astype(bool)
     return np.flatnonzero(supervised[:-1] & supervised[1:] & (row.document_start[:-1] == row.document_start[1:]))
 
 
-def draw_anchors(row, anchors, seed, number):
+def draw_anchors(row: Row, anchors: int, seed: int, number: int) -> tuple[np.ndarray, np.ndarray]:
     """Draw up to `anchors` candidates without replacement, by a generator of (seed, packet number) alone.
 
+    Every document of the row gets equally many, as far as it has them: drawn over the whole row, long documents would get most, and the
+    drafter learns less (0.07 of held-out tau, benchmarks/README.md).
     Shapes: -> (anchor int32 [A] sorted, keep bool [A]); empty slots come last.
     """
     found = candidates(row)
     if len(found) > anchors:
-        found = np.sort(generator("anchors", seed, number).choice(found, anchors, replace=False))
+        chance, tie = generator("anchors", seed, number).random((2, len(found)))
+        by_document = np.lexsort((chance, row.document_start[found]))
+        _, first, size = np.unique(row.document_start[found], return_index=True, return_counts=True)
+        turn = np.empty(len(found))  # a candidate's number among those of its document, in the order of chance
+        turn[by_document] = np.arange(len(found)) - np.repeat(first, size)
+        found = np.sort(found[np.argsort(turn + tie, kind="stable")[:anchors]])
     return _padded(found, anchors, len(row.tokens))
 
 
-def every_anchor(row, anchors):
+def every_anchor(row: Row, anchors: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """All candidates of a row in order, as a list of (anchor, keep) of `anchors` slots each; empty if the row has none."""
     found = candidates(row)
     return [_padded(found[start : start + anchors], anchors, len(row.tokens)) for start in range(0, len(found), anchors)]
 
 
-def _padded(found, anchors, row_tokens):
+def _padded(found: np.ndarray, anchors: int, row_tokens: int) -> tuple[np.ndarray, np.ndarray]:
     anchor_A = np.full(anchors, row_tokens - 1, np.int32)
     anchor_A[: len(found)] = found
     return anchor_A, np.arange(anchors) < len(found)
@@ -65,18 +73,18 @@ class Blocks:
     see.
     """
 
-    anchor_A: torch.Tensor
-    lo_A: torch.Tensor
-    keep_A: torch.Tensor
-    tokens_U: torch.Tensor
-    positions_AK: torch.Tensor
-    context_positions_T: torch.Tensor
-    labels_AK: torch.Tensor
-    valid_AK: torch.Tensor
-    weights_AK: torch.Tensor
+    anchor_A: Tensor
+    lo_A: Tensor
+    keep_A: Tensor
+    tokens_U: Tensor
+    positions_AK: Tensor
+    context_positions_T: Tensor
+    labels_AK: Tensor
+    valid_AK: Tensor
+    weights_AK: Tensor
     mask: PacketMask
 
-    def to(self, device):
+    def to(self, device: torch.device | str) -> "Blocks":
         """The same blocks on a device; to CUDA from pinned memory and without waiting."""
         moved = {f.name: getattr(self, f.name) for f in fields(self)}
         if torch.device(device).type == "cuda":
