@@ -112,6 +112,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_message(run, said, damage, n
 
 
 def test_nothing_valid_means_a_new_run(run, said):
+    """Else a first start fails, or one whose only checkpoint was not finished."""
     assert run.newest_valid() is None
     delete(save(run, 100), MARKER)
     assert run.newest_valid() is None
@@ -209,6 +210,7 @@ def test_a_launch_that_died_before_it_chose_still_obeys_resume_when_restarted(ru
 
 
 def test_a_restart_before_the_first_checkpoint_goes_on_from_the_named_one_again(run, tmp_path):
+    """Else a job that dies in its first minutes begins anew when its launcher starts it again, without the weights it was given."""
     other = opened(tmp_path / "other")
     named = save(other, 100)
     assert start(run, str(named)).step == 100
@@ -219,6 +221,7 @@ def test_a_restart_before_the_first_checkpoint_goes_on_from_the_named_one_again(
 
 
 def test_resuming_from_a_folder_that_is_no_checkpoint_is_refused(run, tmp_path):
+    """Else a typing error in a path starts a run of weeks from random weights."""
     with pytest.raises(UserError, match=r"checkpoint\.resume=.*has no readable state\.json.*step_00000500"):
         run.resume_point(str(tmp_path / "nowhere"))
     flip_a_bit(save(run, 100), PARTS[1])
@@ -261,6 +264,7 @@ def test_an_unshared_run_directory_is_refused(run, tmp_path, monkeypatch):
 
 
 def test_an_unwritable_run_directory_is_refused(tmp_path):
+    """Else the user learns at the first checkpoint, hours later, that nothing can be saved."""
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"cannot be written.*log\.dir=DIR"):
         RunDirectory(tmp_path / "file").lock()
@@ -404,5 +408,6 @@ def test_a_full_disk_costs_the_new_checkpoint_only(small_disk):
 
 
 def test_the_config_is_written_whole(run):
+    """Users look up in config.yaml what a run was; half of it would mislead them."""
     run.write_config(yaml.safe_dump({"seed": 1}))
     assert yaml.safe_load((run.path / "config.yaml").read_text()) == {"seed": 1}

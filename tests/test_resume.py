@@ -125,6 +125,7 @@ def straight(tiny_preset, tmp_path_factory):
     ],
 )
 def test_a_killed_run_ends_like_the_uninterrupted_one(tiny_preset, straight, tmp_path, kill):
+    """Else every death of a node changes what is learnt, and no run can be compared with another."""
     killed(tiny_preset, tmp_path / "run", "optim.accumulate=2", sabotage=kill)
     finish(tiny_preset, tmp_path / "run", "optim.accumulate=2")
     assert_equal_runs(straight, tmp_path / "run")
@@ -133,6 +134,7 @@ def test_a_killed_run_ends_like_the_uninterrupted_one(tiny_preset, straight, tmp
 
 
 def test_two_kills_in_a_row(tiny_preset, straight, tmp_path):
+    """What the first death left behind must not confuse the job that recovers from the second."""
     for kill in (kill_in_step, kill_before_the_first_checkpoint):
         killed(tiny_preset, tmp_path / "run", "optim.accumulate=2", sabotage=kill)
     finish(tiny_preset, tmp_path / "run", "optim.accumulate=2")
@@ -171,6 +173,7 @@ def steps_of(folder):
 
 @pytest.mark.parametrize("how", ["file", signal.SIGUSR1, signal.SIGINT])
 def test_a_stopped_run_ends_like_the_uninterrupted_one(tiny_preset, straight, tmp_path, how):
+    """Else a time limit, a maintenance window or a Ctrl-C costs steps or changes them."""
     stopped(tiny_preset, tmp_path / "run", "optim.accumulate=2", step=6, how=how)
     assert steps_of(tmp_path / "run") == [4, 6]
     stopped(tiny_preset, tmp_path / "run", "optim.accumulate=2", step=7, how=how)
@@ -259,6 +262,7 @@ def kill_the_first_target(rank):
 
 @pytest.mark.parametrize("kill", [kill_the_second_drafter, kill_the_first_target])
 def test_two_drafters_go_on_after_the_death_of_a_rank(tiny_preset, pair, tmp_path, kill):
+    """Each drafter has moments of its own: mixed up or lost, the replicas train on as something else."""
     killed(tiny_preset, tmp_path / "run", *TWO_DRAFTERS, sabotage=kill, ranks=4)
     finish(tiny_preset, tmp_path / "run", *TWO_DRAFTERS, ranks=4)
     assert_equal_runs(pair, tmp_path / "run")
@@ -272,6 +276,7 @@ def test_another_number_of_targets_resumes_exactly(tiny_preset, pair, tmp_path):
 
 
 def test_another_number_of_drafters_resumes_from_the_average_and_says_so(tiny_preset, pair, tmp_path):
+    """A job that gets fewer devices next time can go on, but not bit by bit: its user must be told."""
     stopped(tiny_preset, tmp_path / "run", *TWO_DRAFTERS, step=5, ranks=4)
     output = finish(tiny_preset, tmp_path / "run", "topology.drafters=1", *TWO_DRAFTERS[1:], ranks=3)
     assert "2 drafters" in output and "average" in output and steps_of(tmp_path / "run")[-1] == 12

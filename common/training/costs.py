@@ -103,7 +103,8 @@ def drafter_bytes(plan: RunPlan) -> float:
     kept = layers * (queries * per_query + 4 * T * spec.kv_heads * spec.head_dim) + 3 * queries * spec.intermediate_size
     logits = min(queries * plan.target.vocab_size, CHUNK_LOGITS) * (1 + plan.final_hidden)
     head = logits * (itemsize + 4) + queries * spec.hidden_size * itemsize
-    state = drafter_parameters(spec) * (16 + (2 * itemsize if itemsize < 4 else 4))
+    float32 = 16 if plan.config.optim.name == "adamw" else 12  # master, gradient and two moments; Muon keeps one
+    state = drafter_parameters(spec) * (float32 + (2 * itemsize if itemsize < 4 else 4))
     shared = (1 if plan.target.tie_word_embeddings else 2) * vocabulary * itemsize
     return state + shared + _buffer_bytes(plan) + kept * itemsize + head
 

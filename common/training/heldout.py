@@ -22,6 +22,6 @@ def heldout_totals(plan: RunPlan, assignment: Assignment, row: Row, replay: Repl
         return totals
     names, documents = plan.heldout.store.source_names, plan.heldout.documents_of(*plan.schedule.row_of(assignment))
     for source in range(len(names) if len(names) > 1 else 0):
-        mine = plan.heldout.store.source_of[documents] == source
-        totals[f"heldout_tau/{names[source] or 'unnamed'}"] = (float(emitted[mine].sum()), float(verifications[mine].sum()))
+        own = plan.heldout.store.source_of[documents] == source
+        totals[f"heldout_tau/{names[source] or 'unnamed'}"] = (float(emitted[own].sum()), float(verifications[own].sum()))
     return totals
