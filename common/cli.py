@@ -2,14 +2,16 @@
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 
 from common.errors import UserError
 
 
-def json_object(text):
+def json_object(text: str) -> dict[str, Any]:
     """An argparse type: a JSON object."""
     value = json.loads(text)
     if not isinstance(value, dict):
@@ -17,14 +19,14 @@ def json_object(text):
     return value
 
 
-def positive(text):
+def positive(text: str) -> int:
     """An argparse type: a whole number from 1."""
     if int(text) < 1:
         raise ValueError
     return int(text)
 
 
-def check_output(flag, path):
+def check_output(flag: str, path: str | Path) -> None:
     """Make the folder of a file that will be written, and try the file; raises UserError if it cannot be."""
     path = Path(path)
     existed = path.exists()
@@ -38,7 +40,7 @@ def check_output(flag, path):
         raise UserError(f"{flag} {path} cannot be written ({error.strerror}); name another file") from None
 
 
-def run_script(main):
+def run_script(main: Callable[[list[str]], int | None]) -> NoReturn:
     """Call main(argv) and exit: UserError becomes one line on stderr and code 2, Ctrl-C code 130."""
     try:
         sys.exit(main(sys.argv[1:]))
@@ -50,7 +52,7 @@ def run_script(main):
         sys.exit(130)
 
 
-def open_device(name=None):
+def open_device(name: str | None = None) -> torch.device:
     """The torch device of a name, or the CUDA device if there is one, else the CPU.
 
     Raises: UserError if it is not there.

@@ -82,7 +82,7 @@ def to_yaml(config: Config) -> str:
 
 def with_defaults(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
     """A config saved by an older release, with the keys that came later as they behaved then; keys that are gone are left out."""
-    defaults = dataclasses.asdict(Config())
+    defaults: dict[str, Any] = dataclasses.asdict(Config())
     for key, value in BEFORE.items():
         section, _, name = key.partition(".")
         defaults[section][name] = value
@@ -193,7 +193,7 @@ def _near(name: str, choices: typing.Iterable[str]) -> str:
     return f" (did you mean {match[0]}?)" if match else ""
 
 
-def _build(cls: Any, tree: Mapping[str, Any], prefix: str) -> Any:
+def _build(cls: Any, tree: Mapping[Any, Any], prefix: str) -> Any:
     fields = {f.name: f for f in dataclasses.fields(cls) if not f.metadata.get("hidden")}
     values = {}
     for key, value in tree.items():

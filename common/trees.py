@@ -2,14 +2,16 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
+from typing import Any
 
 
-def digest(tree):
+def digest(tree: Any) -> str:
     """Short hash of a JSON-able object, equal on all ranks that hold equal values."""
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def differences(one, other, prefix=""):
+def differences(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
     """Dotted keys whose values differ, as {key: (value in one, value in other)}."""
     found = {}
     for key in sorted(set(one) | set(other)):
