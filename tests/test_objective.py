@@ -205,6 +205,27 @@ def test_loss_and_gradient_equal_the_float64_reference(loss, weights, softcap):
         torch.testing.assert_close(got, gradient, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_a_bias_on_the_logits_is_learnt_with_them(softcap):
+    """A family's own part of the logits must get the gradient of all slots with their weights, in any chunks and with either head."""
+    row = make_row([9, 6], mask="111110111" + "111111", row_tokens=18)
+    vocabulary, blocks, hidden = random_vocabulary(softcap), blocks_of(row, 13, 4, gamma=2.0), random_hidden(13, 3, D)
+    table = random_hidden(V, V, seed=5)
+    before_AJ = torch.cat((blocks.tokens_U[:-1, None], blocks.labels_AK[:, 1:-1]), dim=1)
+    log_q = (vocabulary.logits(hidden) + table[before_AJ]).log_softmax(-1)
+    nll_AJ = -log_q.gather(-1, blocks.labels_AK[:, 1:, None])[..., 0]
+    expected = (nll_AJ * blocks.weights_AK[:, 1:]).sum()
+    gradients = torch.autograd.grad(expected, (hidden, table))
+    for head, chunk_anchors in itertools.product(("fused", "checkpoint"), (None, 1, 5)):
+        bias = lambda span: table[before_AJ[span].flatten()]  # noqa: E731
+        result = base_loss(hidden, vocabulary, blocks, ObjectiveConfig(head=head), chunk_anchors=chunk_anchors, bias=bias)
+        torch.testing.assert_close(result.loss_sum, expected)
+        for got, gradient in zip(torch.autograd.grad(result.loss_sum, (hidden, table)), gradients, strict=True):
+            torch.testing.assert_close(got, gradient)
+        hit_AJ = (log_q.argmax(-1) == blocks.labels_AK[:, 1:]) & blocks.valid_AK[:, 1:]
+        assert torch.equal(result.metrics["accuracy"][0], hit_AJ.sum(0)), "what is measured is what the family proposes"
+
+
 def test_the_fused_head_in_bfloat16_stays_near_float64():
     """The softmax is taken in float32 and the gradient kept in bfloat16: rounding, not bias."""
     row = make_row([30])

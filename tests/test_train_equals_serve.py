@@ -18,6 +18,7 @@ from common.data.store import StoreWriter
 from common.decoding.speculate import BlockDrafter, Chooser, Proposal, decode, speculate
 from common.decoding.target import DecodingTarget
 from common.drafter.spec import FULL, SLIDING
+from common.families.registry import family_options
 from common.objective.blocks import candidates
 from common.target.files import read_json
 from common.target.model import Target
@@ -69,8 +70,11 @@ class Thread:
         return speculate(self.served, proposer, prompt, STOP, LIMIT, Chooser())
 
 
-def build_thread(folder, scratch, layer_types):
-    """Let the target answer twelve prompts, pack its answers and train a drafter on them with the trainer's own parts."""
+def build_thread(folder, scratch, layer_types, **drafter):
+    """Let the target answer twelve prompts, pack its answers and train a drafter on them with the trainer's own parts.
+
+    `drafter` are further keys of that section.
+    """
     served = DecodingTarget(load_target(folder, torch.device("cpu"), torch.float32), [0, 2])
     draw, unused = np.random.default_rng(0), set(range(256))
     with StoreWriter(scratch / "store", {"vocab_size": 272}) as store:
@@ -83,11 +87,12 @@ def build_thread(folder, scratch, layer_types):
     config = config_reader.from_dict(
         dict(
             target=dict(path=str(folder), dtype="float32"),
-            drafter=shape,
+            drafter=shape | drafter,
             data=dict(path=str(scratch / "store"), pack_tokens=ROW_TOKENS),
             objective=dict(anchors=40),
             optim=dict(lr=1e-2, steps=60, schedule="constant"),
-        )
+        ),
+        family_options(),
     )
     plan = make_plan(config, SimpleNamespace(first_per_host=lambda find: find(), drafters=1))
     learner = Learner(plan, torch.device("cpu"))
