@@ -105,7 +105,7 @@ def run_convert(arguments: argparse.Namespace) -> None:
     from common.generation.gguf import convert
 
     convert(arguments.gguf, arguments.output, arguments.dtype)
-    print(f"{arguments.output}: written; its logits equal those of {arguments.gguf}")
+    print(f"{arguments.output}: written; every weight and every token is that of {arguments.gguf}")
 
 
 def add_pack(commands: Commands) -> None:

@@ -96,7 +96,7 @@ class LocalBackend:
         self.tokenizer, self.pad_id, self.batch_size = tokenizer, pad_id, batch_size
         self.device = open_device(device)
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
-        model = load_causal_lm(folder, dtype, self.device, "--target")
+        model: Any = load_causal_lm(folder, dtype, self.device, "--target")
         model.generation_config = GenerationConfig()  # the folder's own penalties and top-k would bend the target's distribution
         self.model = model
 
