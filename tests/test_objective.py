@@ -1,5 +1,6 @@
 """The objective: which tokens are learnt, with which weight, and what is reported about it."""
 
+import functools
 import itertools
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from common import compile_cache
 from common.config import ObjectiveConfig
 from common.data.rows import Row
 from common.families.dflash import IndependentSlots
@@ -203,6 +205,21 @@ def test_loss_and_gradient_equal_the_float64_reference(loss, weights, softcap):
         torch.testing.assert_close(result.weight_sum.double(), torch.tensor(weight_sum), rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(result.metrics["nll"][0], nll_sum, rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(got, gradient, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("loss", ["kl", "tv", "lk"])
+def test_losses_differentiated_by_autograd_run_compiled(loss, monkeypatch):
+    """On a GPU a chunk's values are one compiled kernel: a loss that only the interpreter can differentiate would stop a run there."""
+    row = make_row([9, 6], row_tokens=18)
+    blocks, vocabulary, hidden, final_hidden = blocks_of(row, 13, 4), random_vocabulary(3.0), random_hidden(13, 3, D), random_hidden(18, D)
+    compile_cache.reset()
+    gradients = []
+    for handle in (compile_cache.handle, functools.partial(compile_cache.handle, backend="aot_eager")):
+        monkeypatch.setattr(compile_cache, "handle", handle)
+        result = base_loss(hidden, vocabulary, blocks, ObjectiveConfig(loss=loss), final_hidden.detach())
+        gradients.append(torch.autograd.grad(result.loss_sum, hidden)[0])
+    assert torch.equal(*gradients) and compile_cache.stats()["compiles"]
+    compile_cache.reset()
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])

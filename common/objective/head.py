@@ -137,12 +137,14 @@ def _fused_chunk(
         return terms_CR, nll_R, hit_R
     signature = (loss, tuple(logits_RV.shape), logits_RV.dtype, vocabulary.softcap)
     values = compile_cache.handle("head", slot_values, logits_RV.device, signature)
+    inputs = logits_RV, labels_AJ.flatten(), teacher_RV, loss, vocabulary.softcap
     with torch.set_grad_enabled(bool(kept)):
         logits_RV.requires_grad_(bool(kept))
-        terms_CR, nll_R, hit_R = values(logits_RV, labels_AJ.flatten(), teacher_RV, loss, vocabulary.softcap)
+        terms_CR, nll_R, hit_R = values(*inputs)
         for term, kept_RD in enumerate(kept):
-            last = term + 1 == len(kept)
-            (gradient_RV,) = torch.autograd.grad(terms_CR[term].sum(), logits_RV, retain_graph=not last)
+            if term > 0:  # once more: a compiled backward pass frees its graph
+                terms_CR, nll_R, hit_R = values(*inputs)
+            (gradient_RV,) = torch.autograd.grad(terms_CR[term].sum(), logits_RV)
             torch.mm(gradient_RV, vocabulary.head, out=kept_RD)
     return terms_CR.detach(), nll_R.detach(), hit_R
 
