@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+from ranks import start_fork_server
 
 import prepare_data
 
@@ -24,6 +25,12 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     for item in items:
         if any(getattr(value, "__module__", None) == "ranks" for value in vars(item.module).values()):
             item.add_marker("processes")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Have everything imported for the ranks, before any test starts a server that has not."""
+    if any(item.get_closest_marker("processes") for item in session.items):
+        start_fork_server()
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ import functools
 import importlib
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.forkserver
 import os
 import signal
 import subprocess
@@ -22,15 +23,21 @@ from typing import IO, Any
 REPOSITORY = Path(__file__).resolve().parent.parent
 WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
 """These tests are about ranks on CPUs; a box with one GPU would refuse three of them."""
-PRELOAD = ["pytest", "torch.distributed", "transformers.models.qwen3.modeling_qwen3", "train_drafter", "prepare_data"]
+PRELOAD = ["pytest", "torch.distributed", "torch._dynamo", "transformers.models.qwen3.modeling_qwen3", "train_drafter", "prepare_data"]
 """What ranks import: seconds for each of them, if the process that they are forked from had not done it once."""
+
+
+def start_fork_server() -> None:
+    """Start the process that ranks are forked from. A session has one, whoever starts it, and it imports what its starter asked for."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
+    multiprocessing.forkserver.ensure_running()
 
 
 @functools.cache
 def fork_context() -> ForkServerContext:
-    """Where ranks are forked: one server for the whole session, which has imported everything before anybody's clock runs."""
+    """Where ranks are forked, once the server has imported everything: no test's clock runs meanwhile."""
+    start_fork_server()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
     first = context.Process(target=int)
     first.start()
     first.join()

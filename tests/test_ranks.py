@@ -1,5 +1,6 @@
 """The helpers the distributed tests stand on: a rank that fails or hangs must fail the test that started it."""
 
+import sys
 import time
 
 import pytest
@@ -37,3 +38,12 @@ def test_a_failing_rank_fails_the_test():
 def test_a_hanging_rank_is_named():
     with pytest.raises(AssertionError, match=r"ranks \[0.* of 2 have not answered"):
         run_ranks(_hang_on_first, 2, timeout_s=3)
+
+
+def _has_imported_the_script(rank, ranks):
+    return "train_drafter" in sys.modules
+
+
+def test_ranks_are_forked_with_everything_imported():
+    """Else each rank of each test imports for seconds, and all tests together take twice as long."""
+    assert run_ranks(_has_imported_the_script, 1) == [True]
