@@ -28,7 +28,7 @@ ONE_RANK = {
     "a config that is not there": (["--config", "nowhere.yaml"], ["--config nowhere.yaml", "no such file", "launch/presets"]),
     "an unknown key": (["optim.learning_rate=1"], ["optim.learning_rate", "known: optim.lr"]),
     "a value of the wrong type": (["optim.steps=many"], ["optim.steps='many'", "must be int"]),
-    "a truth value in a number's place": (["optim.steps=true"], ["optim.steps=True", "must be int"]),
+    "a truth value instead of a number": (["optim.steps=true"], ["optim.steps=True", "must be int"]),
     "a number that is none": (["optim.lr=.nan"], ["optim.lr=nan", "must be a finite number"]),
     "a path with an equals sign": (["target.path=/nowhere/a=b"], ["target.path=/nowhere/a=b", "no such folder"]),
     "a target that is not there": (["target.path=/nowhere"], ["target.path=/nowhere", "no such folder"]),

@@ -48,8 +48,8 @@ def test_every_damaged_message_is_refused(message):
     for trial in range(500):
         message.buffer.copy_(good)
         limit = 128 if trial % 2 else len(good)
-        for place in draw.integers(limit, size=draw.integers(1, 9)):
-            message.buffer[place] = int(draw.integers(256))
+        for position in draw.integers(limit, size=draw.integers(1, 9)):
+            message.buffer[position] = int(draw.integers(256))
         if not message.buffer.equal(good):
             with pytest.raises(UserError):
                 message.check(DUE)

@@ -16,10 +16,10 @@ def modules_of_the_map():
     """Dotted modules below common/ in the order of the map's table, lowest first."""
     found = []
     for line in (ROOT / "common" / "README.md").read_text().splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if line.startswith("| ") and len(cells) == 3 and cells[0] != "room":
-            prefix = "common" if cells[0] == "(ground)" else f"common.{cells[0]}"
-            found += [f"{prefix}.{name.strip()}" for name in cells[2].split(",")]
+        columns = [column.strip() for column in line.strip("|").split("|")]
+        if line.startswith("| ") and len(columns) == 3 and columns[0] != "room":
+            prefix = "common" if columns[0] == "(ground)" else f"common.{columns[0]}"
+            found += [f"{prefix}.{name.strip()}" for name in columns[2].split(",")]
     return found
 
 

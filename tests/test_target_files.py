@@ -151,7 +151,7 @@ def test_a_target_that_is_not_whole_is_refused(tmp_path, flaw):
 
 
 def test_shards_that_are_no_safetensors_are_refused(tmp_path):
-    """A git-lfs pointer in a shard's place is the commonest broken download."""
+    """A git-lfs pointer instead of a shard is the commonest broken download."""
     build_target(tmp_path)
     (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
     with pytest.raises(UserError, match="git-lfs"):

@@ -191,7 +191,7 @@ class Chat:
         return np.concatenate([ids for ids, _ in pieces]), np.concatenate([offsets for _, offsets in pieces])
 
     def _encode_literally(self, part: str, begin: int) -> tuple[np.ndarray, np.ndarray]:
-        lead = MARK if begin else ""  # some tokenizers treat a text's first word unlike one behind a token
+        lead = MARK if begin else ""  # some tokenizers treat a text's first word otherwise than one behind a token
         ids, offsets = _arrays(self._literal.encode(lead + part.translate(self._plain), add_special_tokens=False))
         start_of = np.cumsum([len(lead), *(len(self._plain.get(ord(c), c)) for c in part)])  # of each hidden character in the plain text
         first, last = np.searchsorted(start_of, offsets[:, 0], "right") - 1, np.searchsorted(start_of, offsets[:, 1], "left")

@@ -154,7 +154,7 @@ def _positive(value: Any, default: float) -> float:
 
 
 def fingerprint(folder: str | Path) -> str:
-    """Hash of config.json and of a slice of every tensor: unlike for checkpoints that differ in any layer, read in a second.
+    """Hash of config.json and of a slice of every tensor: other for checkpoints that differ in any layer, read in a second.
 
     Raises: UserError if a file is no safetensors file.
     """
