@@ -64,7 +64,7 @@ def test_a_dense_target_is_as_large_as_the_one_that_runs(tiny_target):
 def test_a_family_that_cannot_be_built_is_left_out_and_said(tiny_preset, tiny_target, tmp_path):
     """Else a target whose code is not there on the main rank ends a run that only wanted to print an estimate."""
     plan = plan_of(tiny_preset)
-    assert "G parameters up to its last tap" in describe(plan, layout_of(3, 1)) and "would be even" in describe(plan, layout_of(3, 1))
+    assert "M parameters up to its last tap" in describe(plan, layout_of(3, 1)) and "would be even" in describe(plan, layout_of(3, 1))
     shutil.copytree(tiny_target, tmp_path / "target")
     tree = json.loads((tmp_path / "target/config.json").read_text())
     (tmp_path / "target/config.json").write_text(json.dumps(tree | {"model_type": "qwen9"}))

@@ -31,7 +31,7 @@ def _costs(plan: RunPlan, layout: Layout) -> list[str]:
         size = costs.running_target(plan)
     except UnknownSize as error:
         return [f"memory   {drafter} (estimate per device); the target's is not known before it is loaded ({error})"]
-    target = f"target {costs.target_bytes(plan, size) / GIB:.2f} GiB for {size.held / 1e9:,.2f} G parameters up to its last tap"
+    target = f"target {costs.target_bytes(plan, size) / GIB:.2f} GiB for {size.held / 1e6:,.1f} M parameters up to its last tap"
     lines = [f"memory   {target}; {drafter} (estimate per device)"]
     targets, drafters = (len(layout.exchange_group(role, 0)) for role in (TARGET, DRAFTER))
     if targets + drafters > 2:
