@@ -26,7 +26,7 @@ def output_of(arguments, ranks=1, sabotage=None, code=2):
 
 ONE_RANK = {
     "a config that is not there": (["--config", "nowhere.yaml"], ["--config nowhere.yaml", "no such file", "launch/presets"]),
-    "an unknown key": (["optim.learning_rate=1"], ["optim.learning_rate", "known: optim.lr"]),
+    "an unknown key": (["optim.learning_rate=1"], ["optim.learning_rate", "known: ", "optim.lr,"]),
     "a value of the wrong type": (["optim.steps=many"], ["optim.steps='many'", "must be int"]),
     "a truth value instead of a number": (["optim.steps=true"], ["optim.steps=True", "must be int"]),
     "a number that is none": (["optim.lr=.nan"], ["optim.lr=nan", "must be a finite number"]),

@@ -67,10 +67,12 @@ class ProcessesJob(Job):
 
         Raises: UserError on every rank, naming the keys.
         """
-        first, *others = self.status.gather("agree", self.rank, self.world, {"digest": digest(tree), "tree": tree})
+        self.status.put(f"tree/{self.rank}", tree)
+        first, *others = self.status.gather("digest", self.rank, self.world, digest(tree))
         for rank, other in enumerate(others, 1):
-            if other["digest"] != first["digest"]:
-                keys = ", ".join(f"{k}: {a!r} against {b!r}" for k, (a, b) in differences(first["tree"], other["tree"]).items())
+            if other != first:
+                trees = self.status.wait("tree/0"), self.status.wait(f"tree/{rank}")
+                keys = ", ".join(f"{k}: {a!r} against {b!r}" for k, (a, b) in differences(*trees).items())
                 raise UserError(f"rank 0 and rank {rank} differ in {keys}: start all ranks with the same config, data, target and release")
 
     def connect(self, shape: PacketShape, schedule: Schedule) -> None:

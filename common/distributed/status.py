@@ -65,9 +65,11 @@ class StatusStore:
         return json.loads(self._store.get(key))
 
     def gather(self, name: str, rank: int, world: int, value: Any) -> list[Any]:
-        """Everybody's value, by rank."""
+        """Everybody's value, by rank. Rank 0 collects them, so that the store's work grows with the ranks and not with their square."""
         self.put(f"{name}/{rank}", value)
-        return [self.wait(f"{name}/{other}") for other in range(world)]
+        if rank == 0:
+            self.put(name, [self.wait(f"{name}/{other}") for other in range(world)])
+        return self.wait(name)
 
     def phase(self, step: int, name: str) -> None:
         self.now = (self.now[0] + 1, step, name)

@@ -73,8 +73,8 @@ class Watch:
 
     def _look(self, now):
         self._store.set(f"beat/{self._member.rank}", json.dumps([now, *self._status.now]))
-        for rank in self._names:
-            self._see(rank, now)
+        for rank, beat in self._beats().items():
+            self._see(rank, beat, now)
         if set(self._seen) <= {self._member.rank}:
             return  # all others have left
         overdue_s, _, rank = max((s.overdue_s(now), -s.step, r) for r, s in self._seen.items() if r != self._member.rank)
@@ -86,8 +86,14 @@ class Watch:
             ranks = "; ".join(f"{self._names[rank]} {self._seen[rank]}" for rank in behind)
             self._end(f"all ranks have waited for each other for {still_s:.0f} s, so a device or a transfer hangs: {ranks}")
 
-    def _see(self, rank, now):
-        beat = self._read(f"beat/{rank}")
+    def _beats(self):
+        """The last heartbeat of every rank, or None; one request for all as soon as all have sent one."""
+        keys = [f"beat/{rank}" for rank in self._names]
+        if self._store.check(keys):
+            return dict(zip(self._names, map(json.loads, self._store.multi_get(keys)), strict=True))
+        return {rank: self._read(key) for rank, key in zip(self._names, keys, strict=True)}
+
+    def _see(self, rank, beat, now):
         if beat is not None and beat[3] == "left":
             self._seen.pop(rank, None)
             return
