@@ -129,7 +129,7 @@ def test_flex_twin_equals_the_dense_one(window):
 @pytest.mark.parametrize("window", [None, 40, 300])
 @pytest.mark.parametrize("block_size", [4, 16])
 def test_key_ranges_equal_the_predicate(window, block_size):
-    """The backward kernel walks these ranges: an anchor left out would lose a gradient."""
+    """The backward kernel goes through these ranges: an anchor left out would lose a gradient."""
     generator = np.random.default_rng(block_size)
     spec = block_mask.MaskSpec(row_tokens=640, anchors=256 // block_size, block_size=block_size)
     for trial in range(12):

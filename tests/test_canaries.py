@@ -9,7 +9,7 @@ import test_drafter
 import test_objective
 import test_target
 import torch
-from test_train_equals_serve import build_thread, check_export, check_hidden, check_replay
+from test_train_equals_serve import build_pair, check_export, check_hidden, check_replay
 
 from common.drafter import block_mask
 from common.drafter.backbone import Drafter
@@ -21,8 +21,8 @@ from common.training import learner
 
 
 @pytest.fixture(scope="module")
-def thread(tiny_target, tmp_path_factory):
-    return build_thread(tiny_target, tmp_path_factory.mktemp("thread"), [FULL, FULL])
+def pair(tiny_target, tmp_path_factory):
+    return build_pair(tiny_target, tmp_path_factory.mktemp("pair"), [FULL, FULL])
 
 
 def tap_index_off_by_one(plant):
@@ -101,11 +101,11 @@ CAUGHT_BY = {
 
 
 @pytest.fixture
-def checks(thread, tiny_target, tmp_path):
+def checks(pair, tiny_target, tmp_path):
     return {
-        "hidden": lambda: check_hidden(thread),
-        "replay": lambda: check_replay(thread),
-        "export": lambda: check_export(thread, tmp_path),
+        "hidden": lambda: check_hidden(pair),
+        "replay": lambda: check_replay(pair),
+        "export": lambda: check_export(pair, tmp_path),
         "target's taps": lambda: test_target.test_a_tap_is_the_output_of_its_decoder_layer(tiny_target, 1),
         "mask by hand": lambda: test_attention.test_predicate_equals_the_mask_drawn_by_hand(None, test_attention.FULL),
         "cached decoding": lambda: test_drafter.test_cached_decoding_equals_training(tiny_target, {}, 0),

@@ -1,6 +1,6 @@
 """A family of drafters is one file and one entry: here is a whole one, from its loss to its export, in no code but its own.
 
-Lost otherwise: families. A drafter that another place of the suite takes for plain DFlash trains, exports and drafts without its own part,
+Lost otherwise: families. A drafter that some code takes for plain DFlash trains, exports and drafts without its own part,
 and no error says so.
 """
 
@@ -11,7 +11,7 @@ from typing import Annotated
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_train_equals_serve import build_thread, check_export, check_replay
+from test_train_equals_serve import build_pair, check_export, check_replay
 from torch import nn
 
 import evaluate_drafter
@@ -33,7 +33,7 @@ NAME = "bigram"
 @dataclasses.dataclass(frozen=True)
 class Options:
     bias_init: Annotated[float, Bounds(least=0)] = 0.0
-    """Spread of the bias's first values; 0 starts as plain DFlash."""
+    """Standard deviation of the bias's first values; 0 starts as plain DFlash."""
 
 
 class LeftToRight(Proposer):
@@ -101,25 +101,25 @@ def registered(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def thread(tiny_target, tmp_path_factory):
+def pair(tiny_target, tmp_path_factory):
     """A drafter of this family, trained on the target's own answers by the trainer's own parts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(registry.FAMILIES, NAME, Bigram())
-        return build_thread(tiny_target, tmp_path_factory.mktemp("thread"), [FULL, FULL], family=NAME, bias_init=0.1)
+        return build_pair(tiny_target, tmp_path_factory.mktemp("pair"), [FULL, FULL], family=NAME, bias_init=0.1)
 
 
 @pytest.mark.parametrize("tree_budget", [None, 3, 12])
-def test_heldout_tau_is_the_tau_of_real_decoding(thread, tree_budget):
+def test_heldout_tau_is_the_tau_of_real_decoding(pair, tree_budget):
     """Chain and tree, document by document; and every answer is the target's own."""
-    assert 1.2 < check_replay(thread, tree_budget) < thread.learner.plan.drafter.block_size
+    assert 1.2 < check_replay(pair, tree_budget) < pair.learner.plan.drafter.block_size
 
 
-def test_the_familys_own_part_is_learnt_and_proposes(thread):
+def test_the_familys_own_part_is_learnt_and_proposes(pair):
     """The bias changed from its first values, the chain is not what the head alone would say, and a node's children follow its token."""
-    learner = thread.learner
+    learner = pair.learner
     fresh = make_drafter(learner.plan.config.drafter, learner.plan.drafter, learner.plan.folder, "cpu", learner.plan.config.seed)
     assert not torch.equal(fresh.token_bias.weight, learner.model.token_bias.weight)
-    hidden_AJD = torch.cat([thread.trained_hidden(row) for row in thread.rows])
+    hidden_AJD = torch.cat([pair.trained_hidden(row) for row in pair.rows])
     anchors_A = torch.full((len(hidden_AJD),), 65)
     alone = IndependentSlots(learner.vocabulary).chain(hidden_AJD, anchors_A)
     assert not torch.equal(learner.proposer.chain(hidden_AJD, anchors_A), alone)
@@ -142,9 +142,9 @@ def test_the_backbone_starts_as_that_of_plain_dflash(tiny_target):
     assert not zero["token_bias.weight"].any() and drawn["token_bias.weight"].std().item() == pytest.approx(0.5, rel=0.05)
 
 
-def test_an_export_is_read_back_to_the_bit(thread, tmp_path):
-    check_export(thread, tmp_path)
-    folder, learner = tmp_path / "export", thread.learner
+def test_an_export_is_read_back_to_the_bit(pair, tmp_path):
+    check_export(pair, tmp_path)
+    folder, learner = tmp_path / "export", pair.learner
     spec, tensors = registry.load_exported(folder)
     assert (spec.family, spec.options) == (NAME, Options(bias_init=0.1)) and registry.family_of(folder).name == NAME
     masters = learner.master_tensors()

@@ -31,7 +31,7 @@ KINDS = {"full": [FULL, FULL], "sliding": [SLIDING, FULL]}
 
 
 @dataclass
-class Thread:
+class Pair:
     """A learner, the rows it sees, and the same target ready to verify."""
 
     folder: object
@@ -70,7 +70,7 @@ class Thread:
         return speculate(self.served, proposer, prompt, STOP, LIMIT, Chooser())
 
 
-def build_thread(folder, scratch, layer_types, **drafter):
+def build_pair(folder, scratch, layer_types, **drafter):
     """Let the target answer twelve prompts, pack its answers and train a drafter on them with the trainer's own parts.
 
     `drafter` are further keys of that section.
@@ -96,17 +96,17 @@ def build_thread(folder, scratch, layer_types, **drafter):
     )
     plan = make_plan(config, SimpleNamespace(first_per_host=lambda find: find(), drafters=1))
     learner = Learner(plan, torch.device("cpu"))
-    thread = Thread(folder, learner, served, [plan.rows.row(0, i) for i in range(plan.rows.count())])
-    packets = [thread.packet(row) for row in thread.rows]
+    pair = Pair(folder, learner, served, [plan.rows.row(0, i) for i in range(plan.rows.count())])
+    packets = [pair.packet(row) for row in pair.rows]
     for step in range(60):
         result = learner.backward(packets[step % len(packets)], number=step)
         learner.optimizer.step(result.weight_sum)
-    return thread
+    return pair
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def thread(request, tiny_target, tmp_path_factory):
-    return build_thread(tiny_target, tmp_path_factory.mktemp("thread"), KINDS[request.param])
+def pair(request, tiny_target, tmp_path_factory):
+    return build_pair(tiny_target, tmp_path_factory.mktemp("pair"), KINDS[request.param])
 
 
 class Spy:
@@ -129,49 +129,49 @@ class Refused(BlockDrafter):
         return Proposal([self.not_this[position], *self.masks[1:]], list(range(len(self.masks))))
 
 
-def served_hidden(thread, prompt, answer):
+def served_hidden(pair, prompt, answer):
     """What decoding drafts at every position of an answer: cached context, cropped caches, only new features. By position."""
-    drafter = thread.block_drafter()
-    refused = Refused(Spy(thread.learner.model), drafter.vocabulary, drafter.masks[0], BLOCK)
+    drafter = pair.block_drafter()
+    refused = Refused(Spy(pair.learner.model), drafter.vocabulary, drafter.masks[0], BLOCK)
     refused.not_this = {len(prompt) + i: (token + 1) % 272 for i, token in enumerate(answer[1:])}
-    assert thread.answer(prompt, refused).tokens == answer
+    assert pair.answer(prompt, refused).tokens == answer
     return refused.drafter.hidden
 
 
-def check_hidden(thread):
+def check_hidden(pair):
     """The training path's hidden states equal the serving path's, for every anchor and predicted slot."""
-    documents = thread.documents()
-    for row in thread.rows:
-        anchors, trained = candidates(row).tolist(), iter(thread.trained_hidden(row))
+    documents = pair.documents()
+    for row in pair.rows:
+        anchors, trained = candidates(row).tolist(), iter(pair.trained_hidden(row))
         for first, stop in row.spans():
             prompt, answer = next(documents)
-            served = served_hidden(thread, prompt, answer)
+            served = served_hidden(pair, prompt, answer)
             assert sorted(served) == [anchor - first for anchor in anchors if first <= anchor < stop]
             for position in sorted(served):
                 torch.testing.assert_close(next(trained), served[position][1:], atol=1e-4, rtol=1e-4)
 
 
-def check_replay(thread, tree_budget=None):
+def check_replay(pair, tree_budget=None):
     """A packet's replay emits and verifies exactly as real greedy decoding does, document by document. Returns tau."""
     replayed, decoded = [], []
-    for row in thread.rows:
-        replay = thread.learner.replay(thread.packet(row))
+    for row in pair.rows:
+        replay = pair.learner.replay(pair.packet(row))
         totals = replay.chain(row) if tree_budget is None else replay.tree(row, tree_budget)
         replayed += zip(*(total.tolist() for total in totals), strict=True)
-    for prompt, tokens in thread.documents():
-        answer = thread.answer(prompt, thread.block_drafter(tree_budget))
+    for prompt, tokens in pair.documents():
+        answer = pair.answer(prompt, pair.block_drafter(tree_budget))
         assert answer.tokens == tokens
         decoded.append((sum(answer.accepted) + len(answer.accepted), len(answer.accepted)))
     assert replayed == decoded
     return sum(emitted for emitted, _ in replayed) / sum(verifications for _, verifications in replayed)
 
 
-def check_export(thread, scratch):
+def check_export(pair, scratch):
     """The exported files, read as the engines read them, compute the training path's hidden states."""
-    learner, plan = thread.learner, thread.learner.plan
+    learner, plan = pair.learner, pair.learner.plan
     folder = learner.family.export(scratch / "export", learner.master_tensors(), plan.drafter, plan.target, "float32", "float32")
-    row = thread.rows[0]
-    trained, features = thread.trained_hidden(row), thread.packet(row).features
+    row = pair.rows[0]
+    trained, features = pair.trained_hidden(row), pair.packet(row).features
     for anchor, expected in list(zip(candidates(row).tolist(), trained, strict=True))[::5]:
         first = int(row.document_start[anchor])
         mask_token = read_json(folder / "config.json")["dflash_config"]["mask_token_id"]
@@ -222,18 +222,18 @@ def engine(folder, features_NF, x_KD):
     return norm(x, "norm").float()
 
 
-def test_decoding_drafts_what_training_computed(thread):
+def test_decoding_drafts_what_training_computed(pair):
     """Lost otherwise: everything. A drafter that is served other inputs than it was trained on accepts nothing, and no error says so."""
-    check_hidden(thread)
+    check_hidden(pair)
 
 
 @pytest.mark.parametrize("tree_budget", [None, 3, 12])
-def test_heldout_tau_is_the_tau_of_real_decoding(thread, tree_budget):
+def test_heldout_tau_is_the_tau_of_real_decoding(pair, tree_budget):
     """Lost otherwise: the number that chooses the best checkpoint. In float32, on the target's own answers, it is exact."""
-    tau = check_replay(thread, tree_budget)
+    tau = check_replay(pair, tree_budget)
     assert 1.2 < tau < BLOCK, f"a drafter that accepts nothing, or everything, would prove little: tau {tau}"
 
 
-def test_an_export_read_as_the_engines_read_it_is_the_trained_drafter(thread, tmp_path):
+def test_an_export_read_as_the_engines_read_it_is_the_trained_drafter(pair, tmp_path):
     """Lost otherwise: a drafter that only this suite can serve."""
-    check_export(thread, tmp_path)
+    check_export(pair, tmp_path)

@@ -70,7 +70,7 @@ def _interval(anchor, lo, keep, token, K: tl.constexpr, WINDOW: tl.constexpr):
 
 @triton.jit
 def _walk(low, high, TILE_N: tl.constexpr):
-    """Tiles of keys that a tile of queries walks: [first, first + before) and [full_end, full_end + after) masked, [full, full_end) not."""
+    """Tiles of keys that a tile of queries needs: [first, first + before) and [full_end, full_end + after) masked, [full, full_end) not."""
     some = low < high
     first = tl.min(tl.where(some, low, NOWHERE)) // TILE_N
     end = (tl.max(tl.where(some, high, 0)) + TILE_N - 1) // TILE_N

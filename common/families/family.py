@@ -64,7 +64,7 @@ class DrafterFamily(ABC):
     def first_values(self, name: str, value: Tensor, spec: DrafterSpec, generator: torch.Generator) -> None:
         """Fill `value`, on the CPU, with what the parameter `name` of a drafter from scratch starts with.
 
-        Matrices are drawn with the target's own spread, norms start as ones and biases as zeros.
+        Matrices are drawn with the standard deviation of the target's own, norms start as ones and biases as zeros.
         """
         if value.dim() > 1:
             value.normal_(0.0, spec.initializer_range, generator=generator)

@@ -45,9 +45,9 @@ def draw_anchors(row: Row, anchors: int, seed: int, number: int) -> tuple[np.nda
         chance, tie = generator("anchors", seed, number).random((2, len(found)))
         by_document = np.lexsort((chance, row.document_start[found]))
         _, first, size = np.unique(row.document_start[found], return_index=True, return_counts=True)
-        turn = np.empty(len(found))  # a candidate's number among those of its document, in the order of chance
-        turn[by_document] = np.arange(len(found)) - np.repeat(first, size)
-        found = np.sort(found[np.argsort(turn + tie, kind="stable")[:anchors]])
+        rank = np.empty(len(found))  # a candidate's number among those of its document, in the order of chance
+        rank[by_document] = np.arange(len(found)) - np.repeat(first, size)
+        found = np.sort(found[np.argsort(rank + tie, kind="stable")[:anchors]])
     return _padded(found, anchors, len(row.tokens))
 
 
