@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import build_tokenizer, conversations
-from ranks import REPOSITORY, descendants
+from ranks import REPOSITORY, Job, descendants
 
 from common.data import preparing
 from common.data.parallel import AHEAD, ordered_map
@@ -179,3 +179,15 @@ def test_no_process_outlives_a_killed_pack(endless):
     job.kill()
     job.wait()
     until(lambda: not alive(below))
+
+
+@pytest.mark.benchmark
+def test_the_benchmark_measures_one_and_the_same_work():
+    """Speeds of different work cannot be compared, and a user chooses --workers by them."""
+    with Job(["--tiny"], script="benchmarks.packing") as job:
+        assert job.wait(timeout_s=300) == [0], job.output[-4000:]
+        cases = [json.loads(line) for line in job.output.splitlines() if line.startswith("{")]
+    text = [case for case in cases if case["part"] == "text"]
+    assert text[0]["workers"] == 1 < text[1]["workers"] and len({case["tokens"] for case in text}) == 1
+    assert all(case["share"] == pytest.approx(text[0]["wall_s"] / case["wall_s"] / case["workers"], rel=1e-2) for case in text)
+    assert [case["messages"] for case in cases if case["part"] == "turns"] == [20, 60]

@@ -18,6 +18,11 @@ AHEAD = 3
 """Batches per process that may be read before the oldest one's result is there: all have work, and memory stays flat."""
 
 
+def cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS does not tell
+
+
 def ordered_map(function: Callable[[Batch], Result], batches: Iterable[Batch], workers: int) -> Generator[Result, None, None]:
     """Yield function(batch) for each batch, in their order, computed by `workers` processes (1: by this one).
 

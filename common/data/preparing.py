@@ -5,7 +5,6 @@ One process reads lines and writes documents, several tokenize; the store's byte
 
 import heapq
 import itertools
-import os
 from collections import deque
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, closing
@@ -16,7 +15,7 @@ from typing import Any
 from tqdm import tqdm
 
 from common.data.conversations import Rejected, read_lines
-from common.data.parallel import ordered_map
+from common.data.parallel import cores, ordered_map
 from common.data.store import Document, StoreWriter, TokenStore
 from common.data.tokenizing import Batch, LineTokenizer, Tokenized
 from common.errors import UserError
@@ -138,7 +137,7 @@ def pack(
         raise UserError(f"--output {output} and --heldout-output {folders[1]} lie in each other: name two folders side by side")
     with ExitStack() as stack:
         split = Split([stack.enter_context(StoreWriter(folder, meta)) for folder in folders], heldout)
-        lines = stack.enter_context(closing(tokenized_lines(tokenizer, inputs, workers or len(os.sched_getaffinity(0)))))
+        lines = stack.enter_context(closing(tokenized_lines(tokenizer, inputs, workers or cores())))
         for location, source, line in lines:
             counts.lines += 1
             if isinstance(line, Rejected):
