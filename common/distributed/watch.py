@@ -34,8 +34,8 @@ class _Seen(NamedTuple):
         return max(now - self.beat_s, now - self.phase_s if self.phase and self.phase[2] in WORKING else 0.0)
 
     def waiting_s(self, now: float) -> float:
-        """Seconds in one phase that must not take for ever."""
-        return now - self.phase_s if self.phase and self.phase[2] not in PATIENT else 0.0
+        """Seconds of waiting in one phase; a rank that works for too long is overdue, and not one of those who wait."""
+        return now - self.phase_s if self.phase and self.phase[2] not in (*PATIENT, *WORKING) else 0.0
 
     @property
     def step(self) -> int:
