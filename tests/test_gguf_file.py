@@ -10,12 +10,12 @@ from transformers import AutoModelForCausalLM
 
 from common.data.chat import Chat, load_tokenizer
 from common.errors import UserError
-from common.generation import gguf, gguf_checks
+from common.generation import gguf, gguf_file, gguf_tokens
 from common.target.files import Tensors, read_spec
 
 BYTES = sorted(ByteLevel.alphabet())
 TOKENS = {  # content -> type, as llama.cpp numbers them
-    **dict.fromkeys([*BYTES, "aa", "bb", "Ġthink"], 1),
+    **dict.fromkeys([*BYTES, "aa", "bb", "Ġthink", "ĊĊ", "12", "word"], 1),
     "<|user|>": 3, "<|end|>": 3, "<think>": 4, "aba": 4, "<｜tool▁call｜>": 3, "[PAD0]": 5,
 }  # fmt: skip
 IDS = {content: i for i, content in enumerate(TOKENS)}
@@ -73,12 +73,36 @@ def test_tokens_that_transformers_leaves_out_are_mended(package, tmp_path):
     path = tmp_path / "folder" / "tokenizer.json"
     whole = json.loads(path.read_text())
     path.write_text(json.dumps(whole | {"added_tokens": [entry for entry in whole["added_tokens"] if entry["content"] == "<|end|>"]}))
-    gguf_checks.mend_tokens(gguf_checks.GgufFile(tmp_path / "model.gguf"), tmp_path / "folder")
+    gguf_tokens.mend_tokenizer(gguf_file.GgufFile(tmp_path / "model.gguf"), tmp_path / "folder")
     assert json.loads(path.read_text()) == whole
     whole["model"]["vocab"] |= {"aa": IDS["bb"], "bb": IDS["aa"]}
     path.write_text(json.dumps(whole))
     with pytest.raises(UserError, match=rf"2 tokens would not keep their ids \(the first is {IDS['aa']}, 'aa'\)"):
-        gguf_checks.mend_tokens(gguf_checks.GgufFile(tmp_path / "model.gguf"), tmp_path / "folder")
+        gguf_tokens.mend_tokenizer(gguf_file.GgufFile(tmp_path / "model.gguf"), tmp_path / "folder")
+
+
+@pytest.mark.parametrize(
+    ("pre", "tokens"),
+    [
+        ("gpt-2", [":", "Ċ", "Ċ", "12", "w", "o", "r", "d"]),
+        ("smollm", [":", "ĊĊ", "1", "2", "w", "o", "r", "d"]),
+        ("llama-bpe", [":", "ĊĊ", "12", "word"]),
+        ("qwen2", [":", "ĊĊ", "1", "2", "w", "o", "r", "d"]),
+    ],
+)
+def test_text_is_cut_into_words_as_the_file_says(package, tmp_path, pre, tokens):
+    """A prompt cut otherwise is another prompt than the one that the target was trained on and a server would read."""
+    write_gguf(package, tmp_path / "model.gguf", pre=pre)
+    gguf.convert(tmp_path / "model.gguf", tmp_path / "folder", "float32")
+    tokenizer = load_tokenizer(tmp_path / "folder")
+    assert tokenizer.convert_ids_to_tokens(tokenizer(":\n\n12word", add_special_tokens=False).input_ids) == tokens
+
+
+def test_an_unknown_way_to_cut_words_is_told(package, tmp_path, capsys):
+    """What this command cannot check the user has to."""
+    write_gguf(package, tmp_path / "model.gguf", pre="superbpe")
+    gguf.convert(tmp_path / "model.gguf", tmp_path / "folder", "float32")
+    assert "cuts text into words as 'superbpe'" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -105,14 +129,14 @@ def test_a_file_that_cannot_be_read_whole_is_refused(package, tmp_path, change, 
 def test_one_other_number_is_found(package, tmp_path, dtype):
     """The comparison with the file is what the command's success rests on."""
     write_gguf(package, tmp_path / "model.gguf")
-    file = gguf_checks.GgufFile(tmp_path / "model.gguf")
+    file = gguf_file.GgufFile(tmp_path / "model.gguf")
     model = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32).to(dtype)
-    gguf_checks.check_weights(file, model)
+    gguf_file.check_weights(file, model)
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight[3, 4] += 0.25
     name = r"model\.layers\.1\.mlp\.down_proj\.weight"
     with pytest.raises(UserError, match=rf"1 of 20 weights.*\({name}\).*1 of its 20 tensors would be lost \(blk\.1\.ffn_down\.weight\)"):
-        gguf_checks.check_weights(file, model)
+        gguf_file.check_weights(file, model)
 
 
 def test_rotations_that_llama_slows_down_are_kept_or_refused(package, tmp_path):
@@ -141,7 +165,7 @@ def llama3_frequencies(factor):
     return np.array(left)
 
 
-def write_gguf(package, path, rename=(), leave_out=(), extra=(), rope_freqs=None, scaling=None):
+def write_gguf(package, path, rename=(), leave_out=(), extra=(), rope_freqs=None, scaling=None, pre="gpt-2"):
     """A llama of two layers with Q8_0 matrices, a tokenizer of bytes and a chat template."""
     file = package.GGUFWriter(path, "llama")
     file.add_context_length(64)
@@ -157,7 +181,8 @@ def write_gguf(package, path, rename=(), leave_out=(), extra=(), rope_freqs=None
     file.add_tokenizer_model("gpt2")
     file.add_token_list(list(TOKENS))
     file.add_token_types(list(TOKENS.values()))
-    file.add_token_merges(["a a", "b b"])
+    file.add_token_merges(["a a", "b b", "Ċ Ċ", "1 2"])
+    file.add_tokenizer_pre(pre)
     file.add_bos_token_id(IDS["<|user|>"])
     file.add_eos_token_id(IDS["<|end|>"])
     file.add_chat_template("{% for m in messages %}<|user|>{{ m.content }}{% endfor %}<|end|>")

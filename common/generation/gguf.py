@@ -10,7 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from common.errors import UserError
-from common.generation.gguf_checks import GgufFile, check_weights, mend_tokens, rope_parameters
+from common.generation.gguf_file import GgufFile, check_weights, rope_parameters
+from common.generation.gguf_tokens import mend_tokenizer
 from common.target.loading import load_causal_lm, loading_problems
 
 
@@ -60,7 +61,7 @@ def _write(file: Path, folder: Path, dtype: torch.dtype) -> None:
     plain.generation_config = model.generation_config
     plain.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    mend_tokens(original, folder)
+    mend_tokenizer(original, folder)
     written = load_causal_lm(folder, dtype, torch.device("cpu"), "--output")
     check_weights(original, written)
     _check_logits(file, model if as_read else plain, written)

@@ -1,12 +1,11 @@
-"""What a model folder must have in common with the GGUF file that it was made from: every weight, every token, the rotations.
+"""A GGUF file as it is, beside the model that transformers makes of it: every weight must be the file's, and every rotation.
 
-transformers reads GGUF files tensor by tensor and leaves out what it has no name for; then a layer keeps its random numbers, or a token
-that a user defined becomes several. Here the file is read a second time, by the `gguf` package alone.
+transformers leaves out tensors that it has no name for, and then a layer keeps its random numbers. So the file is read a second time, by
+the `gguf` package alone.
 """
 
 import hashlib
 import importlib
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from common.data.chat import load_tokenizer
 from common.errors import UserError
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # types of tokens, as llama.cpp numbers them
 NORMS_LESS_ONE = {"gemma", "gemma2", "gemma3", "nemotron"}
 """Architectures whose file holds one more than the weight of a norm. Source: llama.cpp, convert_hf_to_gguf.py."""
 
@@ -119,46 +116,3 @@ def _llama3_factors(rope: dict[str, Any], rotated: int) -> torch.Tensor:
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     kept = ((periods - low) / (high - low)).clamp(0, 1)
     return 1 / (kept + (1 - kept) / rope["factor"])
-
-
-def mend_tokens(file: GgufFile, folder: Path) -> None:
-    """Make the folder's tokenizer know every token by the file's id, and no others; unknown, control and user-defined ones become added
-    tokens, so that text that holds them is never cut into pieces.
-
-    Raises: UserError for tokens that cannot be mended.
-    """
-    tokens = file.field("tokenizer.ggml.tokens")
-    types = file.field("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
-    added = {i: content for i, content in enumerate(tokens) if types[i] in (UNKNOWN, CONTROL, USER_DEFINED) and content}
-    _add_tokens(folder / "tokenizer.json", added, types)
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    known = set(tokens)  # transformers names a token of its own where the file has none, and would add it behind the last
-    named = {key: value for key, value in config.items() if not (key.endswith("_token") and isinstance(value, str) and value not in known)}
-    (folder / "tokenizer_config.json").write_text(json.dumps(named, indent=2, ensure_ascii=False))
-
-    tokenizer = load_tokenizer(folder).backend_tokenizer
-    whole = [i for i, kind in enumerate(types) if kind not in (UNUSED, BYTE)]  # whose names say nothing of text
-    wrong = [i for i in whole if tokenizer.id_to_token(i) != tokens[i]]
-    wrong += [i for i, content in added.items() if tokenizer.encode(content, add_special_tokens=False).ids != [i]]
-    beyond = [content for content, i in tokenizer.get_vocab().items() if i >= len(tokens)]
-    if wrong or beyond:
-        first = f"{wrong[0]}, {tokens[wrong[0]]!r}" if wrong else f"{beyond[0]!r}, which it does not hold"
-        raise UserError(
-            f"--gguf {file.path}: {len(wrong) + len(beyond)} tokens would not keep their ids (the first is {first}): transformers cannot "
-            "read its tokenizer; use the original safetensors and tokenizer.json"
-        )
-
-
-def _add_tokens(path: Path, added: dict[int, str], types: list[int]) -> None:
-    """Write added tokens, and only those, into a tokenizer.json."""
-    description = json.loads(path.read_text())
-    entries = {entry["id"]: entry for entry in description["added_tokens"] if entry["id"] < len(types)}
-    for i, content in added.items():
-        entry = entries.get(i, {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False})
-        entries[i] = entry | {"id": i, "content": content, "special": types[i] != USER_DEFINED}
-    description["added_tokens"] = [entries[i] for i in sorted(entries)]
-    vocabulary = description["model"]["vocab"]
-    if isinstance(vocabulary, dict):  # some versions of transformers spell there what is no byte in the alphabet of bytes
-        spelled = {content: i for content, i in vocabulary.items() if i not in added}
-        description["model"]["vocab"] = spelled | {content: i for i, content in added.items()}
-    path.write_text(json.dumps(description, ensure_ascii=False))
