@@ -5,6 +5,8 @@ python prepare_data.py regenerate --target Qwen/Qwen3-8B --input others.jsonl --
 python prepare_data.py convert --gguf model.gguf --output models/target
 python prepare_data.py pack conversations.jsonl --target Qwen/Qwen3-8B --output data/train --heldout 200
 python prepare_data.py inspect data/train --document 0
+
+What a target writes is kept as text and as the tokens that it wrote; pack takes these tokens where they are.
 """
 
 import argparse

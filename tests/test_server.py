@@ -32,8 +32,8 @@ def server(tiny_target):
 class ModelServer:
     """A server of the tiny target; `fault(prompt, tries)` names what goes wrong with a request, if anything.
 
-    `kind` is how it answers: as vLLM and SGLang do (`ids`), without the token that ended the turn (`no end`), without ids (`text`), or
-    at llama.cpp's own endpoint (`llama.cpp`).
+    `kind` is how it answers: as vLLM does (`ids`), with the token that ended the turn told apart (`end apart`), without it (`no end`),
+    without ids (`text`), or at llama.cpp's own endpoint (`llama.cpp`).
     """
 
     def __init__(self, target, kind="ids"):
@@ -100,7 +100,9 @@ class ModelServer:
             return {"content": reply.text, "tokens": ids, "stop_type": "limit" if reply.cut else "eos", "tokens_predicted": len(ids)}
         assert body["return_token_ids"] and body["top_k"] == -1 and body["repetition_penalty"] == 1
         choice = {"text": reply.text, "finish_reason": "length" if reply.cut else "stop"}
-        if self.kind == "no end" and not reply.cut:
+        if self.kind == "end apart" and not reply.cut:
+            choice["matched_stop"] = ids[-1]
+        if self.kind in ("no end", "end apart") and not reply.cut:
             ids = ids[:-1]
         return {"choices": [choice if self.kind == "text" else choice | {"token_ids": ids}]}
 
@@ -113,7 +115,7 @@ class ModelServer:
         self.http.server_close()
 
 
-@pytest.mark.parametrize("kind", ["ids", "llama.cpp", "no end", "text"])
+@pytest.mark.parametrize("kind", ["ids", "end apart", "llama.cpp", "no end", "text"])
 def test_both_backends_write_the_same_rows_whatever_the_network_does(tiny_target, questions, tmp_path, monkeypatch, kind):
     """A retry that loses, doubles or changes a row would silently train the drafter on words that are not the target's."""
     monkeypatch.setattr(generate, "ServerBackend", lambda *args: ServerBackend(*args, pause_s=0.001))
@@ -125,7 +127,7 @@ def test_both_backends_write_the_same_rows_whatever_the_network_does(tiny_target
     here = open_job(tiny_target, tmp_path / "local.jsonl", input=questions).regenerate()
     local, served = rows_of(tmp_path / "local.jsonl"), rows_of(tmp_path / "server.jsonl")
     assert len(local) == len(QUESTIONS) and min(server.tries.values()) > 1
-    if kind in ("ids", "llama.cpp"):
+    if kind in ("ids", "end apart", "llama.cpp"):
         assert served == local and summary == here
         return
     told = {row_id for row_id, row in served.items() if "token_ids" in row}

@@ -34,7 +34,10 @@ class Protocol:
 
 def _read_completions(answer: dict[str, Any]) -> tuple[str, Any, bool, int | None]:
     choice, usage = answer["choices"][0], answer.get("usage") or {}
-    return choice["text"], choice.get("token_ids"), choice.get("finish_reason") == "length", usage.get("completion_tokens")
+    ids, end = choice.get("token_ids"), choice.get("matched_stop")  # SGLang names the token that ended the turn
+    if isinstance(ids, list) and isinstance(end, int) and ids[-1:] != [end]:
+        ids = [*ids, end]
+    return choice["text"], ids, choice.get("finish_reason") == "length", usage.get("completion_tokens")
 
 
 def _read_llama_cpp(answer: dict[str, Any]) -> tuple[str, Any, bool, int | None]:
