@@ -47,7 +47,7 @@ class Counts:
     def reject(self, reason: Rejected, location: str) -> None:
         """Count a line that cannot become a document."""
         self.rejected += 1
-        key = str(reason) if len(self.rejects) < SHOWN_REASONS else "other reasons"
+        key = str(reason) if str(reason) in self.rejects or len(self.rejects) < SHOWN_REASONS else "other reasons"
         entry = self.rejects.setdefault(key, {"count": 0, "lines": []})
         entry["count"] += 1
         if len(entry["lines"]) < SHOWN_LINES:
