@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -116,6 +117,57 @@ def test_nothing_valid_means_a_new_run(run, said):
     assert run.newest_valid() is None
     delete(save(run, 100), MARKER)
     assert run.newest_valid() is None
+
+
+@pytest.mark.parametrize("marker", ['{"version": 2}', "", "no JSON"])
+def test_checkpoints_that_cannot_be_read_are_no_new_run(run, marker):
+    """Else a release that writes another version makes this one train from 0 and delete all that was learnt."""
+    for step in (100, 200):
+        (save(run, step) / MARKER).write_text(marker)
+    with pytest.raises(UserError, match=r"none can be read .*never, which sets them aside"):
+        run.resume_point("auto")
+    save(run, 300)
+    run.retain(keep=1, keep_best=True)
+    assert steps_of(run.checkpoints) == [100, 200, 300], "what this release did not write it does not delete"
+    assert start(run, "never") is None
+    assert (run.checkpoints / "abandoned_step_00000100" / MARKER).read_text() == marker
+
+
+def test_hidden_files_of_the_user_outlive_a_start(run, tmp_path):
+    """A git repository in export/, or an .ssh behind a linked checkpoints/: gone without a word."""
+    (run.exports / ".git").mkdir()
+    (run.exports / ".git" / "HEAD").write_text("ref")
+    (run.exports / ".step_00000100.old").mkdir()
+    (run.exports / "..step_00000100.partial").mkdir()
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / ".ssh").mkdir(parents=True)
+    run.checkpoints.rmdir()
+    run.checkpoints.symlink_to(elsewhere)
+    run.prepare(ResumePoint(None, None))
+    assert (run.exports / ".git" / "HEAD").read_text() == "ref" and (elsewhere / ".ssh").is_dir()
+    assert [path.name for path in run.exports.iterdir()] == [".git"]
+
+
+def test_what_was_set_aside_stays_aside(run, said):
+    """A second start over must not destroy what the first one put away, nor the log of the run before."""
+    for round_ in (1, 2):
+        save(run, 100, round=round_)
+        export(run, 100)
+        run.metrics.write_text(str(round_))
+        assert start(run, "never") is None
+    first, second = (run.checkpoints / name for name in ("abandoned_step_00000100", "abandoned_2_step_00000100"))
+    assert [open_checkpoint(folder).state["round"] for folder in (first, second)] == [1, 2]
+    assert (run.path / "abandoned_metrics.jsonl").read_text() == "1" and (run.path / "abandoned_2_metrics.jsonl").read_text() == "2"
+
+
+def test_a_copied_latest_does_not_stay_stale(run, said):
+    """After `cp -rL` export/latest is a folder: it would be recommended for ever, whatever was learnt since."""
+    export(run, 100)
+    (run.exports / "latest").unlink()
+    shutil.copytree(run.exports / "step_00000100", run.exports / "latest")
+    export(run, 200)
+    assert run.latest_is(200) and (run.exports / "abandoned_latest" / "config.json").read_text() == "100"
+    assert "set aside" in said[-1]
 
 
 def test_a_part_that_was_not_written_voids_the_checkpoint(run):

@@ -1,5 +1,6 @@
 """One seed, one run: wherever the workers sit, the same numbers come out, bit by bit."""
 
+import errno
 import json
 import threading
 
@@ -9,6 +10,9 @@ import yaml
 from ranks import Job, torchrun
 
 import train_drafter
+from common.drafter import export
+from common.errors import UserError
+from common.training import run_directory
 from common.training.checkpoint import open_checkpoint
 from serve_targets import Server
 
@@ -149,3 +153,23 @@ def test_a_failing_thread_ends_all_others_and_says_who_it_was(preset, tmp_path, 
         solo(preset, tmp_path / "threads", "topology.mode=threads", "topology.targets=2", "topology.drafters=2")
     assert failure.value.__notes__ == [f"raised by {role} 1 on cpu"]
     assert [t.name for t in threading.enumerate() if t.name.startswith(("target", "drafter"))] == []
+
+
+@pytest.mark.parametrize("lost", ["checkpoint", "drafter", "link"])
+def test_a_run_whose_last_step_was_not_saved_does_not_end_well(preset, tmp_path, monkeypatch, capsys, lost):
+    """Exit 0 and a `vllm serve` line for a drafter that is not there: the user finds out when the machine is gone."""
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    where = {
+        "checkpoint": (run_directory, "write_safetensors"),
+        "drafter": (export, "save_file"),
+        "link": (run_directory.RunDirectory, "_point_latest"),
+    }
+    monkeypatch.setattr(*where[lost], full)
+    with pytest.raises(UserError, match=rf"step 2 was trained, but could not be saved: no {lost} "):
+        solo(preset, tmp_path, "optim.steps=2")
+    printed = capsys.readouterr().out
+    assert "vllm serve" not in printed and "export/latest" not in printed
+    assert not list(tmp_path.rglob("*.partial"))

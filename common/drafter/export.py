@@ -216,16 +216,20 @@ def write_exported(
     folder = Path(folder)
     temporary = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    written = {name: tensor.detach().to("cpu", dtype).contiguous().clone() for name, tensor in parts.items()}
-    save_file(written, temporary / "model.safetensors", metadata={"format": "pt"})
-    if errors := check(temporary):
-        raise UserError(f"the drafter cannot be exported to {folder}: {'; '.join(errors)}")
-    for path in (*temporary.iterdir(), temporary):
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
-    shutil.rmtree(folder, ignore_errors=True)
-    temporary.rename(folder)
+    try:
+        temporary.mkdir(parents=True)
+        (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        written = {name: tensor.detach().to("cpu", dtype).contiguous().clone() for name, tensor in parts.items()}
+        save_file(written, temporary / "model.safetensors", metadata={"format": "pt"})
+        if errors := check(temporary):
+            raise UserError(f"the drafter cannot be exported to {folder}: {'; '.join(errors)}")
+        for path in (*temporary.iterdir(), temporary):
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
+        shutil.rmtree(folder, ignore_errors=True)
+        temporary.rename(folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
     return folder

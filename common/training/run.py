@@ -181,11 +181,21 @@ class Run:
             self._log.close()
 
     def end(self, step: int) -> None:
-        """Say where everything lies and what to do next."""
+        """Say where everything lies and what to do next. Raises: UserError if what the run was for could not be written."""
         if not self.first:
             return
-        if step < self.plan.schedule.steps:
+        stopped = step < self.plan.schedule.steps
+        if stopped:
             self.directory.clear_stop()
+        missing = [] if self.directory.has_checkpoint(step) else [f"checkpoint {self.directory.checkpoints}/step_{step:08d}"]
+        missing += [] if self.directory.has_export(step) else [f"drafter {self.directory.exports}/step_{step:08d}"]
+        missing += [] if missing or self.directory.latest_is(step) else [f"link {self.directory.exports}/latest to it"]
+        if missing:
+            raise UserError(
+                f"step {step} was trained, but could not be saved: no {' and no '.join(missing)} (the warnings above say why); "
+                "make room or mend the directory, and start the same command again: it goes on from the newest checkpoint that is there"
+            )
+        if stopped:
             print(f"\nstopped after step {step}; start the same command again to go on from the newest checkpoint", flush=True)
         else:
             print(self._last_word(), flush=True)

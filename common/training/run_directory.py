@@ -6,6 +6,7 @@ folder. So a crash at any point leaves the previous checkpoint valid and at most
 """
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -34,6 +35,8 @@ from common.training.lock import DirectoryLock
 from common.trees import digest
 
 PROBE_WAIT_S = 10.0
+LEFTOVER = re.compile(r"\.{1,2}step_\d{8,15}(\.old|\.partial)?|\.latest")
+"""Names that an interrupted job of ours leaves behind; other hidden files are the user's."""
 
 
 class ResumePoint(NamedTuple):
@@ -78,7 +81,8 @@ class RunDirectory:
             for folder in (self.checkpoints, self.exports, self.tensorboard):
                 folder.mkdir(parents=True, exist_ok=True)
             for leftover in [*self.checkpoints.glob(".*"), *self.exports.glob(".*")]:
-                remove(leftover)
+                if LEFTOVER.fullmatch(leftover.name):
+                    remove(leftover)
             self.clear_stop()
             if point.last_kept is not None:
                 self._set_aside_after(point.last_kept)
@@ -177,6 +181,14 @@ class RunDirectory:
         """Whether the drafter of this step was exported."""
         return (self.exports / _step_name(step)).exists()
 
+    def has_checkpoint(self, step: int) -> bool:
+        """Whether the checkpoint of this step is there."""
+        return (self.checkpoints / _step_name(step) / MARKER).exists()
+
+    def latest_is(self, step: int) -> bool:
+        """Whether `export/latest` leads to the export of this step."""
+        return (self.exports / "latest").resolve() == (self.exports / _step_name(step)).resolve()
+
     def resume_point(self, resume: str = "auto", restarted: bool = False) -> ResumePoint:
         """Where a run starts; nothing changes before `prepare`.
 
@@ -199,18 +211,31 @@ class RunDirectory:
         return ResumePoint(checkpoint, checkpoint.step if own else -1)
 
     def newest_valid(self) -> Checkpoint | None:
-        """The newest checkpoint whose sizes and checksums hold; invalid ones are reported and passed over."""
+        """The newest checkpoint whose sizes and checksums hold, None if there are no checkpoints; invalid ones are passed over with a word.
+
+        Raises: UserError if there are checkpoints and none is valid: to start over would be to lose them.
+        """
+        problem = None
         for folder in reversed(_step_folders(self.checkpoints)):
             try:
                 checkpoint = open_checkpoint(folder)
                 checkpoint.verify()
                 return checkpoint
             except CheckpointError as error:
+                problem = problem or (error if (folder / MARKER).exists() else None)  # without a marker it is a removal's rest
                 self._say(f"checkpoint passed over: {error}")
+        if problem is not None:
+            raise UserError(
+                f"log.dir={self.path} holds checkpoints and none can be read ({problem}): restore them, name another log.dir=DIR, or start "
+                "over with checkpoint.resume=never, which sets them aside"
+            )
         return None
 
     def retain(self, keep: int, keep_best: bool) -> None:
-        """Remove all but the newest `keep` checkpoints and exports and, if asked, those with the best `heldout_tau` in their state."""
+        """Remove all but the newest `keep` checkpoints and exports and, if asked, those with the best `heldout_tau` in their state.
+
+        What cannot be read is left alone: this release did not write it.
+        """
         taus, valid = {}, []
         folders = _step_folders(self.checkpoints)
         for folder in folders:
@@ -220,9 +245,7 @@ class RunDirectory:
                 if isinstance(tau, (int, float)) and math.isfinite(tau):
                     taus[folder.name] = tau
         best = {max(taus, key=lambda name: taus[name])} if keep_best and taus else set()
-        doomed = [
-            folder for folder in folders if valid and _step_of(folder) < _step_of(Path(valid[-1])) and folder.name not in valid[-keep:]
-        ]
+        doomed = [folder for folder in folders if folder.name in valid[:-keep]]
         for folder in doomed + _step_folders(self.exports)[:-keep]:
             if folder.name not in best:
                 remove(folder)
@@ -246,16 +269,25 @@ class RunDirectory:
         for parent in (self.checkpoints, self.exports):
             for folder in _step_folders(parent):
                 if _step_of(folder) > step:
-                    aside = parent / f"abandoned_{folder.name}"
-                    remove(aside)
-                    folder.rename(aside)
-                    self._say(f"{folder} set aside as {aside.name}; remove it when you like")
+                    self._set_aside(folder)
+        if step < 0 and self.metrics.exists():
+            self._set_aside(self.metrics)
         remaining = _step_folders(self.exports)
-        (self.exports / "latest").unlink(missing_ok=True)
         if remaining:
             self._point_latest(remaining[-1].name)
+        elif (self.exports / "latest").is_symlink():
+            (self.exports / "latest").unlink()
+
+    def _set_aside(self, path: Path) -> None:
+        """Rename what another run may still want; nothing that was set aside before is touched."""
+        names = itertools.chain([f"abandoned_{path.name}"], (f"abandoned_{n}_{path.name}" for n in itertools.count(2)))
+        aside = next(path.with_name(name) for name in names if not path.with_name(name).exists())
+        path.rename(aside)
+        self._say(f"{path} set aside as {aside.name}; remove it when you like")
 
     def _point_latest(self, name: str) -> None:
+        if (self.exports / "latest").is_dir() and not (self.exports / "latest").is_symlink():
+            self._set_aside(self.exports / "latest")  # a copy that followed the link: it would stay as it is for ever
         link = self.exports / ".latest"
         link.unlink(missing_ok=True)
         link.symlink_to(name)
