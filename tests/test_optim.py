@@ -167,7 +167,7 @@ def halves(name, tensor):
 
 @pytest.mark.parametrize("clip", [0.0, 0.5])
 def test_muon_updates_each_part_of_a_matrix_as_torch_does(clip):
-    """A fused q/k/v updated as one matrix would share one scale; and what is called Muon must be what papers measured. Vectors get AdamW."""
+    """A fused q/k/v updated as one matrix would share one scale; what is called Muon must be what papers measured. Vectors get AdamW."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(24, 48), torch.nn.LayerNorm(48), torch.nn.Linear(48, 15))
     optimizer = Optimizer(model.named_parameters(), config(name="muon", clip=clip), steps=20, parts=halves)
