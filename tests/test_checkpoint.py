@@ -1,5 +1,6 @@
 """A user's weeks of training hang on these files: whatever happens to them, the newest whole checkpoint is found and nothing lies."""
 
+import contextlib
 import errno
 import json
 import os
@@ -115,8 +116,68 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_message(run, said, damage, n
 def test_nothing_valid_means_a_new_run(run, said):
     """Else a first start fails, or one whose only checkpoint was not finished."""
     assert run.newest_valid() is None
-    delete(save(run, 100), MARKER)
+    run.write_part(100, PARTS[0], tensors(100))
     assert run.newest_valid() is None
+
+
+def test_a_marker_that_is_lost_is_no_new_run(run):
+    """Else a file system that lost one small file makes the run begin at step 0 over what was learnt."""
+    delete(save(run, 100), MARKER)
+    with pytest.raises(UserError, match=r"no readable state\.json"):
+        run.resume_point("auto")
+
+
+def test_a_newer_checkpoint_that_cannot_be_read_is_set_aside(run, said):
+    """A newer release wrote steps 200 and 300: this one goes on from 100, and must not write over them."""
+    for step in (100, 200, 300):
+        save(run, step)
+        export(run, step)
+    for step in (200, 300):
+        (run.checkpoints / f"step_{step:08d}" / MARKER).write_text('{"version": 2}')
+    assert start(run, "auto").step == 100
+    save(run, 200)
+    assert (run.checkpoints / "abandoned_step_00000200" / MARKER).read_text() == '{"version": 2}'
+    assert (run.exports / "abandoned_step_00000300").is_dir() and run.latest_is(100)
+
+
+def test_retention_leaves_the_exports_of_what_it_cannot_read(run):
+    """Else the drafter of a run that a newer release wrote is gone, though its checkpoint was spared."""
+    for step in (100, 200, 300):
+        save(run, step)
+        export(run, step)
+    (run.checkpoints / "step_00000100" / MARKER).write_text('{"version": 2}')
+    run.retain(keep=1, keep_best=False)
+    assert steps_of(run.checkpoints) == steps_of(run.exports) == [100, 300]
+
+
+@pytest.mark.parametrize("name", [".step_00000100", ".step_00000100.old", "step_00000100"])
+def test_nothing_is_removed_through_a_link(run, tmp_path, name):
+    """A checkpoint that was moved to a larger disk and linked would lose its marker there."""
+    shutil.move(save(run, 100), tmp_path / "moved")
+    (run.checkpoints / name).symlink_to(tmp_path / "moved")
+    run.prepare(ResumePoint(None, None))
+    save(run, 200)
+    run.retain(keep=1, keep_best=False)
+    assert open_checkpoint(tmp_path / "moved").step == 100
+
+
+def test_files_that_could_not_be_written_leave_nothing_behind(run, monkeypatch):
+    """Hidden halves on a disk that is full already."""
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match=r"cannot be written: No space left on device; make room there, or .*log\.dir=DIR"):
+        run.write_config("seed: 1")
+    assert not list(run.path.rglob("*.partial"))
+
+
+def test_a_stop_that_is_a_folder_is_said(run):
+    """It can neither be cleared away nor honoured once: each start would end after one step."""
+    run.stop_file.mkdir()
+    with pytest.raises(UserError, match=r"STOP cannot be removed .*would stop the next start: remove it"):
+        run.prepare(ResumePoint(None, None))
 
 
 @pytest.mark.parametrize("marker", ['{"version": 2}', "", "no JSON"])
@@ -457,6 +518,27 @@ def test_a_full_disk_costs_the_new_checkpoint_only(small_disk):
     save(run, 300)
     assert run.newest_valid().step == 300
     run.unlock()
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_disk_that_is_full_at_the_start_is_said(small_disk, again):
+    """A stack at a start or a resume, of which the user must guess that the disk is full."""
+    run = RunDirectory(small_disk / "run")
+    if again:
+        run.lock()
+        run.prepare(ResumePoint(None, None))
+        run.unlock()
+    with contextlib.suppress(OSError), open(small_disk / "filler", "wb") as file:
+        while True:
+            file.write(bytes(4096))
+            file.flush()
+    with pytest.raises(UserError, match=r"cannot be written: No space left on device; make room"):
+        run.lock()
+        run.prepare(ResumePoint(None, None))
+        run.write_probe("token")
+        run.write_config("seed: 1")
+    run.unlock()
+    assert not list(small_disk.rglob("*.partial"))
 
 
 def test_the_config_is_written_whole(run):

@@ -1,7 +1,9 @@
 """What a start costs when it comes to nothing: a mistake or a finished run must show before models are loaded and GPUs are taken."""
 
+import errno
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -98,6 +100,76 @@ def test_a_missing_last_export_is_made_from_the_checkpoint(tiny_preset, finished
     assert codes == [0], output
     for name in ("config.json", "model.safetensors"):
         assert (run / "export/latest" / name).read_bytes() == (finished / "export/latest" / name).read_bytes()
+
+
+def test_a_latest_that_the_last_job_did_not_come_to_is_mended(tiny_preset, run):
+    """Killed between its last export and the link to it, a finished run would serve an older drafter for ever."""
+    (run / "export/latest").unlink()
+    (run / "export/latest").symlink_to("step_00000004")
+    codes, output = run_without_models(tiny_preset, run, ranks=1)
+    assert codes == [0] and os.readlink(run / "export/latest") == "step_00000012", output
+
+
+def no_export(rank: int) -> None:
+    """No drafter can be written."""
+    from common.drafter import export
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    export.save_file = full
+    models_must_not_load(rank)
+
+
+def test_a_finished_run_without_its_drafter_does_not_end_well(tiny_preset, run):
+    """Exit 0 and `nothing to do` for a run whose drafter is not there: the user takes the machine down."""
+    shutil.rmtree(run / "export")
+    with Job(["--config", tiny_preset, f"log.dir={run}"], 1, no_export) as job:
+        assert job.wait() == [2], job.output
+        assert "export/latest could not be written" in job.output and "nothing to do" not in job.output
+
+
+CHANGES = {
+    "fewer layers": ("drafter.layers=1", "drafter.layers", r"layers\.1\."),
+    "another optimiser": ("optim.name=muon", "optim.name", r"exp_avg_sq is \(\d+,\) there, \(\d+,\) here"),
+    "wider": ("drafter.intermediate_size=96", "drafter.intermediate_size", r"mlp.* there, .* here"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_an_allowed_change_that_does_not_fit_is_refused_before_anything_changes(tiny_preset, run, change):
+    """A stack about tensor sizes, after the target was loaded and later checkpoints were set aside."""
+    override, key, words = CHANGES[change]
+    before, resume = files(run), f"checkpoint.resume={run}/checkpoints/step_00000008"
+    codes, output = run_without_models(tiny_preset, run, override, f"checkpoint.allow_changes=[{key}]", resume, ranks=1)
+    assert codes == [2] and "Traceback" not in output and re.search(words, output), output
+    assert "does not fit this drafter or its optimiser" in output and files(run) == before
+
+
+def rate_lines(output: str) -> list[str]:
+    return [line for line in output.splitlines() if line.startswith("WARNING: the learning rate goes from")]
+
+
+def test_steps_that_make_the_learning_rate_jump_are_said(tiny_preset, run):
+    """Raised from 12 to 24, cosine's rate goes up from nothing to half its peak, and the decay's gain is lost without a word."""
+    _, output = run_without_models(tiny_preset, run, "optim.steps=24", ranks=1)
+    (line,) = rate_lines(output)
+    last, now = (float(number) for number in re.findall(r"([\d.e-]+) at step", line))
+    assert last < 1e-4 < 9e-4 < now and f"drafter.init={run}/export/latest" in line
+    _, output = run_without_models(tiny_preset, run, ranks=1)
+    assert "raise optim.steps" not in output and f"drafter.init={run}/export/latest log.dir=DIR" in output
+
+
+def test_a_wsd_run_is_sent_to_its_last_checkpoint_before_the_decay(tiny_preset, tmp_path):
+    """From there more steps change nothing that was learnt."""
+    same = ("--config", tiny_preset, f"log.dir={tmp_path}/run", "optim.schedule=wsd")
+    with Job(same, 1) as job:
+        assert job.wait() == [0], job.output
+    stable = f"checkpoint.resume={tmp_path}/run/checkpoints/step_00000008"
+    with Job(same, 1) as job:
+        assert job.wait() == [0] and f"raise optim.steps from before the decay ({stable})" in job.output, job.output
+    with Job([*same, "optim.steps=14", stable], 1) as job:
+        assert job.wait() == [0] and not rate_lines(job.output), job.output
 
 
 def test_a_checkpoint_of_an_earlier_release_is_gone_on_from(tiny_preset, run):

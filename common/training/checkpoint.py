@@ -60,6 +60,14 @@ class Checkpoint:
         except (OSError, safetensors.SafetensorError) as error:
             raise CheckpointError(f"{self.path / name} cannot be read: {error}") from error
 
+    def shapes(self, name: str) -> dict[str, tuple[int, ...]]:
+        """The shapes of one file's tensors, by name, from its header alone. Raises: CheckpointError."""
+        try:
+            with safetensors.safe_open(self.path / name, framework="pt") as file:
+                return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 (it is no mapping)
+        except (OSError, safetensors.SafetensorError) as error:
+            raise CheckpointError(f"{self.path / name} cannot be read: {error}") from error
+
     def verify(self) -> None:
         """Compare every file's checksum with the marker's; raises CheckpointError."""
         for name, (_, checksum) in self.files.items():
@@ -188,3 +196,19 @@ def read_sidecar(path: Path) -> dict[str, int]:
         return json.loads(sidecar(path).read_text())
     except FileNotFoundError:
         raise CheckpointError(f"{path.name} of {path.parent} was not written; the drafter that writes it says why") from None
+
+
+def step_name(step: int) -> str:
+    """The name of a step's checkpoint and of its export."""
+    return f"step_{step:08d}"
+
+
+def step_of(folder: Path) -> int:
+    """The step of a folder of such a name."""
+    return int(folder.name.removeprefix("step_"))
+
+
+def step_folders(parent: Path) -> list[Path]:
+    """The `step_N` folders of a directory in the order of their steps."""
+    folders = [path for path in parent.glob("step_*") if re.fullmatch(r"step_\d{8,15}", path.name)]
+    return sorted(folders, key=step_of)

@@ -36,13 +36,14 @@ def peak_flop_per_s(device: torch.device, dtype: str) -> float | None:
     return next((peak for part, peak in PEAK_FLOP_PER_S.items() if part in name), None)
 
 
-def _on_meta(spec: DrafterSpec) -> Drafter:
+def on_meta(spec: DrafterSpec) -> Drafter:
+    """The drafter without its numbers: names and shapes of all parameters."""
     return FAMILIES[spec.family].build(spec, torch.bfloat16, "meta")
 
 
 def drafter_parameters(spec: DrafterSpec) -> int:
     """Parameters that are trained; the target's embedding and head, which the drafter shares, are not among them."""
-    return sum(p.numel() for p in _on_meta(spec).parameters())
+    return sum(p.numel() for p in on_meta(spec).parameters())
 
 
 def running_target(plan: RunPlan) -> TargetSize:
@@ -71,7 +72,7 @@ class DrafterFlop:
 
     @classmethod
     def of(cls, spec: DrafterSpec, distils: bool) -> "DrafterFlop":
-        drafter = _on_meta(spec)
+        drafter = on_meta(spec)
         matrices = sum(p.numel() for p in drafter.parameters() if p.ndim >= 2)
         projection = drafter.fc.weight.numel()
         keys_and_values = spec.layers * 2 * spec.kv_heads * spec.head_dim * spec.hidden_size

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import safetensors
 
+from common.errors import UserError
 from common.training.checkpoint import MARKER, CheckpointError
 
 
@@ -19,6 +20,17 @@ def io_errors(what: str) -> Generator[None, None, None]:
         yield
     except (OSError, safetensors.SafetensorError) as error:
         raise CheckpointError(f"{what}: {error}") from error
+
+
+@contextlib.contextmanager
+def must_write(folder: Path) -> Generator[None, None, None]:
+    """Turn what the disk raises before anything was learnt into a UserError that names the run directory."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"log.dir={folder} cannot be written: {error.strerror}; make room there, or name another directory with log.dir=DIR"
+        ) from None
 
 
 @contextlib.contextmanager
@@ -33,11 +45,15 @@ def going_on(what: str) -> Generator[None, None, None]:
 def write_atomically(path: Path, text: str) -> None:
     """Write a small file: its readers find the old text or the new one."""
     partial = path.with_name(f".{path.name}.partial")
-    with open(partial, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    try:
+        with open(partial, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        remove(partial)
+        raise
     sync(path.parent)
 
 
@@ -63,11 +79,20 @@ def sync(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or folder as far as it goes; of a checkpoint the marker goes first."""
-    with contextlib.suppress(OSError):
-        (path / MARKER).unlink()
+    """Remove a file, folder or link as far as it goes, of a checkpoint the marker first; what a link leads to stays as it is."""
     if path.is_dir() and not path.is_symlink():
+        with contextlib.suppress(OSError):
+            (path / MARKER).unlink()
         shutil.rmtree(path, ignore_errors=True)
     else:
         with contextlib.suppress(OSError):
             path.unlink()
+
+
+def remove_whole(folder: Path) -> None:
+    """Remove a checkpoint or export by way of a hidden name, which the next start clears away if this process does not come to it."""
+    hidden = folder.with_name(f".{folder.name}.old")
+    with contextlib.suppress(OSError):
+        remove(hidden)
+        folder.rename(hidden)
+    remove(hidden)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TextIO
 
 from common.errors import UserError
+from common.training.disk import must_write
 
 LOCK_WAIT_S = 5.0
 
@@ -24,11 +25,9 @@ class DirectoryLock:
 
     def take(self) -> None:
         """Create the folder and lock it. Raises: UserError naming the job that holds it, or why it cannot be written."""
-        try:
+        with must_write(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
             file = open(self._folder / ".lock", "a+")  # noqa: SIM115 (held until `drop`)
-        except OSError as error:
-            raise UserError(f"log.dir={self._folder} cannot be written: {error.strerror}; name another with log.dir=DIR") from None
         deadline = time.monotonic() + LOCK_WAIT_S  # a killed predecessor may still be tearing down its device
         while not self._try(file):
             if time.monotonic() > deadline:
@@ -39,10 +38,11 @@ class DirectoryLock:
                     f"stop that one (touch {self._folder / 'STOP'}) or name another directory with log.dir=DIR"
                 )
             time.sleep(0.1)
-        file.truncate(0)
-        file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%F %T")}))
-        file.flush()
         self._file = file
+        holder = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%F %T")})
+        with must_write(self._folder):
+            os.truncate(file.fileno(), 0)
+            os.write(file.fileno(), holder.encode())  # past the file object, which would try what failed again when it closes
 
     def drop(self) -> None:
         """Give the folder back; nothing happens if it is not held."""

@@ -163,6 +163,12 @@ class Optimizer:
         self._empty = True
 
 
+def moment_elements(shapes: Iterable[tuple[int, ...]], config: OptimConfig) -> tuple[int, int]:
+    """Elements of the first and of the second moment of parameters of these shapes; Muon keeps no second moment of matrices."""
+    sizes = [(math.prod(shape), len(shape) < 2) for shape in shapes]
+    return sum(size for size, _ in sizes), sum(size for size, vector in sizes if vector or config.name != "muon")
+
+
 def schedule(config: OptimConfig, steps: int, step: int) -> float:
     """Share of the peak learning rate at a step, counted from 1; it would reach zero one step after the last."""
     warmup = config.warmup * steps if config.warmup < 1 else config.warmup

@@ -19,7 +19,7 @@ from common.training.costs import peak_flop_per_s
 from common.training.disk import going_on
 from common.training.learner import Learner, export_drafter
 from common.training.log import Log
-from common.training.opening import NOTE, WEIGHTS, fingerprints
+from common.training.opening import NOTE, WEIGHTS, fingerprints, optimizer_file
 from common.training.plan import RunPlan
 from common.training.run_directory import RunDirectory
 
@@ -57,7 +57,7 @@ class Run:
 
     def _resume(self, checkpoint: Checkpoint, meters: Meters) -> None:
         drafters = checkpoint.state["drafters"]
-        state = checkpoint.tensors(_optimizer_file(self.context.comm.index % drafters))
+        state = checkpoint.tensors(optimizer_file(self.context.comm.index % drafters))
         self.learner.load(checkpoint.tensors(WEIGHTS), state)
         if drafters == self.context.comm.size:
             meters.load_state_tensors(state)
@@ -159,7 +159,7 @@ class Run:
                 if self.first:
                     self.directory.write_part(step, WEIGHTS, self.learner.master_tensors())
                 state = self.learner.optimizer.state_tensors() | meters.state_tensors()
-                self.directory.write_part(step, _optimizer_file(self.context.comm.index), state)
+                self.directory.write_part(step, optimizer_file(self.context.comm.index), state)
             tokens = self.context.comm.sum_(torch.tensor([self._tokens_since]))  # a barrier, too: every part is written
             if self.first:
                 self._commit(step, self._tokens_before + int(tokens))
@@ -167,8 +167,9 @@ class Run:
 
     def _commit(self, step: int, tokens_seen: int) -> None:
         chosen, drafters = self.plan.config.checkpoint, self.context.comm.size
-        names = [WEIGHTS, *map(_optimizer_file, range(drafters))]
+        names = [WEIGHTS, *map(optimizer_file, range(drafters))]
         state = {"drafters": drafters, "heldout_tau": self.tau, "tokens_seen": tokens_seen, "inputs": fingerprints(self.plan)}
+        state |= {"steps": self.plan.schedule.steps}
         with going_on(f"no checkpoint of step {step}"):
             self.directory.commit(step, names, config_reader.to_dict(self.plan.config), state)
         with going_on(f"no export of step {step}"):
@@ -218,7 +219,3 @@ def peak_memory_gib(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / (1 << 30)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)
-
-
-def _optimizer_file(drafter: int) -> str:
-    return f"optim_drafter{drafter}.safetensors"

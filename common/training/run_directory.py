@@ -28,14 +28,17 @@ from common.training.checkpoint import (
     open_checkpoint,
     read_sidecar,
     sidecar,
+    step_folders,
+    step_name,
+    step_of,
     write_safetensors,
 )
-from common.training.disk import io_errors, remove, replace_folder, sync, write_atomically
+from common.training.disk import io_errors, must_write, remove, remove_whole, replace_folder, sync, write_atomically
 from common.training.lock import DirectoryLock
 from common.trees import digest
 
 PROBE_WAIT_S = 10.0
-LEFTOVER = re.compile(r"\.{1,2}step_\d{8,15}(\.old|\.partial)?|\.latest")
+LEFTOVER = re.compile(r"\.{1,2}step_\d{8,15}(\.old|\.partial)?")
 """Names that an interrupted job of ours leaves behind; other hidden files are the user's."""
 
 
@@ -77,22 +80,21 @@ class RunDirectory:
 
         Raises: UserError if the directory cannot be written.
         """
-        try:
+        self.clear_stop()
+        with must_write(self.path):
             for folder in (self.checkpoints, self.exports, self.tensorboard):
                 folder.mkdir(parents=True, exist_ok=True)
             for leftover in [*self.checkpoints.glob(".*"), *self.exports.glob(".*")]:
-                if LEFTOVER.fullmatch(leftover.name):
+                if LEFTOVER.fullmatch(leftover.name) or (leftover.name == ".latest" and leftover.is_symlink()):
                     remove(leftover)
-            self.clear_stop()
+            write_atomically(self.path / ".launch", _launch())
             if point.last_kept is not None:
                 self._set_aside_after(point.last_kept)
-            write_atomically(self.path / ".launch", _launch())
-        except OSError as error:
-            raise UserError(f"log.dir={self.path} cannot be written: {error.strerror}; name another with log.dir=DIR") from None
 
     def write_probe(self, token: str) -> None:
-        """Leave `token`, which all ranks know, for the other drafters to find."""
-        write_atomically(self.path / ".probe", token)
+        """Leave `token`, which all ranks know, for the other drafters to find. Raises: UserError if it cannot be written."""
+        with must_write(self.path):
+            write_atomically(self.path / ".probe", token)
 
     def check_probe(self, token: str) -> None:
         """Refuse a run directory that this drafter does not share with the first one; raises UserError."""
@@ -108,20 +110,24 @@ class RunDirectory:
         )
 
     def write_config(self, text: str) -> None:
-        """Write the resolved config for the user to read."""
-        write_atomically(self.path / "config.yaml", text)
+        """Write the resolved config for the user to read. Raises: UserError if it cannot be written."""
+        with must_write(self.path):
+            write_atomically(self.path / "config.yaml", text)
 
     def stop_requested(self) -> bool:
         """Whether the user has asked for a stop by the file STOP."""
         return self.stop_file.exists()
 
     def clear_stop(self) -> None:
-        """Forget a request to stop, or the next start would end at once."""
-        self.stop_file.unlink(missing_ok=True)
+        """Forget a request to stop, or the next start would end at once. Raises: UserError if it stays."""
+        try:
+            self.stop_file.unlink(missing_ok=True)
+        except OSError as error:
+            raise UserError(f"{self.stop_file} cannot be removed ({error.strerror}) and would stop the next start: remove it") from None
 
     def begin(self, step: int) -> Path:
         """The hidden folder into which every drafter writes its parts of the checkpoint of `step`."""
-        folder = self.checkpoints / f".{_step_name(step)}"
+        folder = self.checkpoints / f".{step_name(step)}"
         with io_errors(f"{folder} cannot be created"):
             folder.mkdir(parents=True, exist_ok=True)
         return folder
@@ -145,7 +151,7 @@ class RunDirectory:
 
         Raises: CheckpointError; the parts are then gone and the previous checkpoint is what it was.
         """
-        folder, final, names = self.begin(step), self.checkpoints / _step_name(step), list(names)
+        folder, final, names = self.begin(step), self.checkpoints / step_name(step), list(names)
         try:
             with io_errors(f"{final} cannot be written"):
                 files = {name: read_sidecar(folder / name) for name in names}
@@ -163,7 +169,7 @@ class RunDirectory:
 
         Raises: CheckpointError on an I/O error; the previous export is then still the latest.
         """
-        folder, final = self.exports / f".{_step_name(step)}", self.exports / _step_name(step)
+        folder, final = self.exports / f".{step_name(step)}", self.exports / step_name(step)
         try:
             with io_errors(f"{final} cannot be written"):
                 remove(folder)
@@ -179,15 +185,25 @@ class RunDirectory:
 
     def has_export(self, step: int) -> bool:
         """Whether the drafter of this step was exported."""
-        return (self.exports / _step_name(step)).exists()
+        return (self.exports / step_name(step)).exists()
+
+    def checkpoint_steps(self) -> list[int]:
+        """The steps of all checkpoints that lie here, ascending; whether they can be read is not looked at."""
+        return [step_of(folder) for folder in step_folders(self.checkpoints)]
 
     def has_checkpoint(self, step: int) -> bool:
         """Whether the checkpoint of this step is there."""
-        return (self.checkpoints / _step_name(step) / MARKER).exists()
+        return (self.checkpoints / step_name(step) / MARKER).exists()
+
+    def mend_latest(self) -> None:
+        """Let `export/latest` lead to the newest export, if the last job died between the two. Raises: CheckpointError."""
+        if (exports := step_folders(self.exports)) and not self.latest_is(step_of(exports[-1])):
+            with io_errors(f"{self.exports}/latest cannot be written"):
+                self._point_latest(exports[-1].name)
 
     def latest_is(self, step: int) -> bool:
         """Whether `export/latest` leads to the export of this step."""
-        return (self.exports / "latest").resolve() == (self.exports / _step_name(step)).resolve()
+        return (self.exports / "latest").resolve() == (self.exports / step_name(step)).resolve()
 
     def resume_point(self, resume: str = "auto", restarted: bool = False) -> ResumePoint:
         """Where a run starts; nothing changes before `prepare`.
@@ -198,8 +214,11 @@ class RunDirectory:
         """
         again = restarted and self._last_launch() == _launch()
         newest = self.newest_valid() if again or resume == "auto" else None
-        if newest is not None or resume == "auto":
-            return ResumePoint(newest, None)
+        if newest is not None:
+            passed_over = newest.path != step_folders(self.checkpoints)[-1]
+            return ResumePoint(newest, newest.step if passed_over else None)
+        if resume == "auto":
+            return ResumePoint(None, None)
         if resume == "never":
             return ResumePoint(None, -1)
         try:
@@ -216,13 +235,13 @@ class RunDirectory:
         Raises: UserError if there are checkpoints and none is valid: to start over would be to lose them.
         """
         problem = None
-        for folder in reversed(_step_folders(self.checkpoints)):
+        for folder in reversed(step_folders(self.checkpoints)):
             try:
                 checkpoint = open_checkpoint(folder)
                 checkpoint.verify()
                 return checkpoint
             except CheckpointError as error:
-                problem = problem or (error if (folder / MARKER).exists() else None)  # without a marker it is a removal's rest
+                problem = problem or error
                 self._say(f"checkpoint passed over: {error}")
         if problem is not None:
             raise UserError(
@@ -237,7 +256,7 @@ class RunDirectory:
         What cannot be read is left alone: this release did not write it.
         """
         taus, valid = {}, []
-        folders = _step_folders(self.checkpoints)
+        folders = step_folders(self.checkpoints)
         for folder in folders:
             with contextlib.suppress(CheckpointError):
                 tau = open_checkpoint(folder).state.get("heldout_tau")
@@ -245,15 +264,19 @@ class RunDirectory:
                 if isinstance(tau, (int, float)) and math.isfinite(tau):
                     taus[folder.name] = tau
         best = {max(taus, key=lambda name: taus[name])} if keep_best and taus else set()
-        doomed = [folder for folder in folders if folder.name in valid[:-keep]]
-        for folder in doomed + _step_folders(self.exports)[:-keep]:
-            if folder.name not in best:
-                remove(folder)
+        unread = {folder.name for folder in folders} - set(valid)
+        exports = [folder for folder in step_folders(self.exports) if folder.name not in unread]
+        for folder in [folder for folder in folders if folder.name in valid[:-keep]] + exports[:-keep]:
+            if folder.name not in best and not folder.is_symlink():
+                remove_whole(folder)
 
     def rewind_log(self, step: int) -> None:
-        """Drop the records after `step` (and a torn last line) from metrics.jsonl: the steps are run again and logged again."""
+        """Drop the records after `step` (and a torn last line) from metrics.jsonl: the steps are run again and logged again.
+
+        Raises: UserError if it cannot be written.
+        """
         kept = []
-        with contextlib.suppress(FileNotFoundError):
+        with must_write(self.path), contextlib.suppress(FileNotFoundError):
             for line in self.metrics.read_text(errors="replace").splitlines():
                 with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
                     if json.loads(line)["step"] <= step:
@@ -267,12 +290,12 @@ class RunDirectory:
 
     def _set_aside_after(self, step: int) -> None:
         for parent in (self.checkpoints, self.exports):
-            for folder in _step_folders(parent):
-                if _step_of(folder) > step:
+            for folder in step_folders(parent):
+                if step_of(folder) > step:
                     self._set_aside(folder)
         if step < 0 and self.metrics.exists():
             self._set_aside(self.metrics)
-        remaining = _step_folders(self.exports)
+        remaining = step_folders(self.exports)
         if remaining:
             self._point_latest(remaining[-1].name)
         elif (self.exports / "latest").is_symlink():
@@ -281,7 +304,7 @@ class RunDirectory:
     def _set_aside(self, path: Path) -> None:
         """Rename what another run may still want; nothing that was set aside before is touched."""
         names = itertools.chain([f"abandoned_{path.name}"], (f"abandoned_{n}_{path.name}" for n in itertools.count(2)))
-        aside = next(path.with_name(name) for name in names if not path.with_name(name).exists())
+        aside = next(path.with_name(name) for name in names if not os.path.lexists(path.with_name(name)))
         path.rename(aside)
         self._say(f"{path} set aside as {aside.name}; remove it when you like")
 
@@ -297,17 +320,3 @@ class RunDirectory:
 def _launch() -> str:
     """What a launch and its restarts have in common: Slurm's job, else the process that starts the ranks."""
     return os.environ.get("SLURM_JOB_ID") or f"{socket.gethostname()}/{os.getppid()}"
-
-
-def _step_name(step: int) -> str:
-    return f"step_{step:08d}"
-
-
-def _step_of(folder: Path) -> int:
-    return int(folder.name.removeprefix("step_"))
-
-
-def _step_folders(parent: Path) -> list[Path]:
-    """The `step_N` folders of a directory in the order of their steps."""
-    folders = [path for path in parent.glob("step_*") if re.fullmatch(r"step_\d{8,15}", path.name)]
-    return sorted(folders, key=_step_of)
