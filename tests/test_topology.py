@@ -10,9 +10,11 @@ from test_resume import arguments, records, weights
 
 from common.config import Config
 from common.data.schedule import Schedule
+from common.distributed import watch
 from common.distributed.context import WorkerContext
 from common.distributed.groups import make_drafters_group, make_pairs
 from common.distributed.roles import Announcement, default_drafters, make_layout, split
+from common.distributed.status import StatusStore
 from common.errors import UserError
 
 
@@ -158,6 +160,56 @@ def test_a_rank_makes_only_its_own_groups_and_all_of_them_meet(nodes, tmp_path):
         else:
             assert (made, partners, total) == ([len(found.drafters)] + [2] * len(pairs), [t for t, _ in pairs], len(found.drafters))
             assert received == {t: t for t, _ in pairs}
+
+
+class Watched:
+    """Two ranks' watches over one store, on a clock that only the test moves; `end` is what the first one would end its process with."""
+
+    def __init__(self, monkeypatch):
+        self.now_s, self.blocks_s, self.end, real = 0.0, 0.0, None, dist.HashStore()
+        monkeypatch.setattr(watch.time, "monotonic", lambda: self.now_s)
+        monkeypatch.setattr(watch.threading.Thread, "start", lambda thread: None)
+        monkeypatch.setattr(watch.Watch, "_end", lambda _, what: setattr(self, "end", what))
+        self.store, found = real, layout(node("a", 2))
+        self.statuses = [StatusStore(real), StatusStore(real)]
+        first, other = found.members
+        self.first = watch.Watch(self, self.statuses[0], found, first, timeout_s=5.0)
+        self.other = watch.Watch(real, self.statuses[1], found, other, timeout_s=5.0)
+
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+
+    def multi_get(self, keys):
+        """Answers with what was there before it blocked."""
+        answer, self.now_s, self.blocks_s = self.store.multi_get(keys), self.now_s + self.blocks_s, 0.0
+        return answer
+
+    def both_look(self, seconds, other=True):
+        for _ in range(round(seconds / 0.5)):
+            self.now_s += 0.5
+            if other:
+                self.statuses[1].phase(1, "wait")
+                self.other._look()
+            self.statuses[0].phase(1, "wait")
+            self.first._look()
+
+
+@pytest.mark.parametrize("held_up", ["store", "process"])
+def test_time_in_which_a_watch_could_not_see_is_nobody_elses_silence(monkeypatch, held_up):
+    """A launcher or a process that pauses for seconds would kill a healthy job, and an innocent drafter would be blamed."""
+    job = Watched(monkeypatch)
+    job.both_look(4)
+    if held_up == "store":
+        job.blocks_s = 14.0
+    else:
+        job.now_s += 14.0
+    job.both_look(1, other=False)
+    job.both_look(20)
+    assert job.end is None
+    job.both_look(4, other=False)
+    assert job.end is None
+    job.both_look(3, other=False)
+    assert job.end is not None and "drafter 0 (rank 1 on a): no sign of progress" in job.end, "real silence must still be found"
 
 
 def two_ranks_a_host(rank):

@@ -16,7 +16,7 @@ from common.config import Config
 from common.data.schedule import Schedule
 from common.distributed.comms import GroupComm, SoloComm, StagedComm
 from common.distributed.context import WorkerContext
-from common.distributed.groups import Group, make_drafters_group, make_pairs
+from common.distributed.groups import TIMEOUT, Group, make_drafters_group, make_pairs
 from common.distributed.job import Job, MakeDrafter, MakeTarget, T, was_restarted
 from common.distributed.layout import DRAFTER, TARGET
 from common.distributed.packet import PacketShape
@@ -38,6 +38,7 @@ class ProcessesJob(Job):
         timeout_s = config.topology.timeout_s
         shared = open_store(timeout_s)
         self.attempt = agree_on_attempt(shared, self.rank, self.world, timeout_s)
+        shared.set_timeout(TIMEOUT)  # from here on the watch judges who is late; a store that pauses is no error
         self.store = dist.PrefixStore(f"attempt_{self.attempt}", shared)
         self.status = StatusStore(self.store)
         announcement = Announcement(role, socket.gethostname(), int(os.environ.get("GROUP_RANK", 0)), int(os.environ["LOCAL_RANK"]))

@@ -3,6 +3,9 @@
 Every process posts a heartbeat; whoever falls silent, or sits in one working phase for longer than `topology.timeout_s`, is named by
 the others, which then end too. Waiting is no fault, nor is a slow checkpoint; but when everybody waits for that long, a device or a
 transfer hangs, and the job ends as well.
+
+Others are only judged by what this process could see: seconds in which it was stopped itself, or in which the store did not answer, are
+nobody's silence.
 """
 
 import json
@@ -19,10 +22,24 @@ from common.distributed.status import StatusStore
 
 WORKING = ("capture", "step")  # phases that no healthy worker stays in for long
 PATIENT = ("start", "checkpoint")  # phases that may take any time
+AWAKE_INTERVALS = 2  # a round of looking that takes more than so many intervals was held up, and counts as that long
+
+
+class AwakeClock:
+    """Seconds in which this process ran and the store answered: of a round that took longer than `most_s`, only so much is counted."""
+
+    def __init__(self, most_s: float, start_s: float):
+        self._most_s, self._before_s, self._awake_s = most_s, start_s, 0.0
+
+    def tick(self, now_s: float) -> float:
+        """The seconds so far, at `now_s` of the real clock."""
+        self._awake_s += min(now_s - self._before_s, self._most_s)
+        self._before_s = now_s
+        return self._awake_s
 
 
 class _Seen(NamedTuple):
-    """What is known of a rank: its last heartbeat, its last (count, step, phase), and the seconds when each was new."""
+    """What is known of a rank: its last heartbeat, its last (count, step, phase), and when each was new, in seconds of the AwakeClock."""
 
     beat: float | None
     beat_s: float
@@ -55,6 +72,7 @@ class Watch:
         self._store, self._status, self._member, self._timeout_s = store, status, member, timeout_s
         self._names = {m.rank: f"{m.role} {m.index} (rank {m.rank} on {m.host})" for m in layout.members}
         self._interval_s = min(timeout_s / 10, max(0.5, len(self._names) / 32))
+        self._clock = AwakeClock(AWAKE_INTERVALS * self._interval_s, time.monotonic())
         self._seen: dict[int, _Seen] = {}  # by rank, of those that have not left
         self._left = False
         self._lock = threading.Lock()
@@ -66,14 +84,16 @@ class Watch:
                 with self._lock:
                     if self._left:
                         return
-                    self._look(time.monotonic())
+                    self._look()
             except RuntimeError:
                 return  # the store is gone with its agent, which ends us
             time.sleep(self._interval_s)
 
-    def _look(self, now):
-        self._store.set(f"beat/{self._member.rank}", json.dumps([now, *self._status.now]))
-        for rank, beat in self._beats().items():
+    def _look(self):
+        self._store.set(f"beat/{self._member.rank}", json.dumps([time.monotonic(), *self._status.now]))
+        beats = self._beats()
+        now = self._clock.tick(time.monotonic())  # after the store has answered: a request that blocked is held-up time, too
+        for rank, beat in beats.items():
             self._see(rank, beat, now)
         if set(self._seen) <= {self._member.rank}:
             return  # all others have left
@@ -134,7 +154,7 @@ class Watch:
                     fault = self._read(f"fault/{rank}")
                     if fault is not None:
                         self._end(f"{self._names[rank]}: {fault}, {self._seen.get(rank, 'gone')}")
-                now = time.monotonic()
+                now = self._clock.tick(time.monotonic())
                 silent = {rank: now - seen.beat_s for rank, seen in self._seen.items() if rank != self._member.rank}
                 if not silent:
                     continue
