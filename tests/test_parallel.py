@@ -136,6 +136,7 @@ def endless(tmp_path):
         text=True,
         start_new_session=True,
         env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it, and so would its children
     )
     try:
         until(lambda: any(path.stat().st_size for path in tmp_path.glob(".store.*.partial/tokens.bin")), job)
