@@ -16,6 +16,7 @@ from common.distributed import jobs
 from common.distributed.context import WorkerContext
 from common.distributed.layout import TARGET
 from common.distributed.packet import PacketBuffer
+from common.distributed.stop import StopRequest
 from common.families.registry import family_options
 from common.metrics import DeviceClock
 from common.target.model import PreTrainedModel, Target, load_model
@@ -77,7 +78,7 @@ class Server:
 def main(argv: Sequence[str]) -> int:
     """Take part in a run as a target."""
     config = config_reader.from_command_line(argv, __doc__, family_options())
-    with jobs.join(config, TARGET) as job:
+    with StopRequest() as stop, jobs.join(config, TARGET, stop) as job:
         plan = make_plan(config, job)
         job.agree(plan.agreement())
         job.connect(plan.shape, plan.schedule)

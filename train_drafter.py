@@ -122,7 +122,7 @@ def _by_kind(entries: Iterable[Entry]) -> tuple[list[Entry], list[Entry]]:
 def main(argv: Sequence[str]) -> int:
     """Take part in a run, whatever this rank's role is."""
     config = config_reader.from_command_line(argv, __doc__, family_options())
-    with StopRequest() as stop, jobs.join(config) as job:
+    with StopRequest() as stop, jobs.join(config, stop=stop) as job:
         plan = make_plan(config, job)
         job.agree(plan.agreement())
         if job.is_main:

@@ -236,6 +236,23 @@ def test_a_signal_to_any_drafter_stops_all_ranks(tiny_preset, tmp_path):
     assert weights(tmp_path / "run")
 
 
+def first_target_asks(rank):
+    """SIGINT reaches a target before its fifth capture."""
+    if rank == 0:
+        from common.target.model import Target
+
+        at_the_fourth_call(Target, "capture", lambda: os.kill(os.getpid(), signal.SIGINT))
+
+
+def test_a_signal_to_a_target_stops_all_ranks(tiny_preset, tmp_path):
+    """Ctrl-C at the agent that only serves would kill its targets after 20 s, without a checkpoint, and leave the drafters waiting."""
+    overrides = ("optim.steps=100000", "checkpoint.every=50000", "topology.timeout_s=30")
+    with Job(arguments(tiny_preset, tmp_path / "run", *overrides), 3, first_target_asks) as job:
+        assert job.wait() == [0, 0, 0], job.output
+        step = int(re.search(r"stopped after step (\d+)", job.output)[1])
+    assert (tmp_path / f"run/checkpoints/step_{step:08d}").is_dir() and (tmp_path / f"run/export/step_{step:08d}").is_dir()
+
+
 def second_drafter_asks(rank):
     if rank == 3:
         stop_at(6, signal.SIGUSR1, rank)

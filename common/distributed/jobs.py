@@ -18,13 +18,14 @@ from common.distributed.layout import DRAFTER, TARGET, Layout, Member
 from common.distributed.packet import PacketShape
 from common.distributed.processes import ProcessesJob
 from common.distributed.status import LocalStatus
+from common.distributed.stop import StopRequest
 from common.errors import UserError
 
 
-def join(config: Config, role: str = DRAFTER) -> Job:
+def join(config: Config, role: str = DRAFTER, stop: StopRequest | None = None) -> Job:
     """Take part in the job: one process of many, or the one process of a threads or solo run.
 
-    `role` is TARGET for ranks that only serve.
+    `role` is TARGET for ranks that only serve. A wish to `stop` that reaches one of many processes is passed on to the drafters.
 
     Raises: UserError when the mode does not fit what was started.
     """
@@ -40,7 +41,7 @@ def join(config: Config, role: str = DRAFTER) -> Job:
     if mode != "processes" and role == TARGET:
         raise UserError("serve_targets.py serves drafters of the same rendezvous: start train_drafter.py there too (launch/split.sh)")
     if mode == "processes":
-        return ProcessesJob(config, role)
+        return ProcessesJob(config, role, stop)
     return SoloJob(config) if mode == "solo" else ThreadsJob(config)
 
 

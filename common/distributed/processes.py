@@ -3,6 +3,7 @@
 The only reader of RANK and WORLD_SIZE beside `jobs.join`.
 """
 
+import contextlib
 import os
 import socket
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from common.distributed.process_link import P2PReceiver, P2PSender
 from common.distributed.rendezvous import agree_on_attempt, open_store
 from common.distributed.roles import Announcement, make_layout
 from common.distributed.status import StatusStore
+from common.distributed.stop import StopRequest
 from common.distributed.watch import Watch
 from common.errors import UserError
 from common.trees import differences, digest
@@ -32,7 +34,7 @@ from common.trees import differences, digest
 class ProcessesJob(Job):
     """One process per worker, started by torchrun; also by two torchrun agents of one rendezvous (split)."""
 
-    def __init__(self, config: Config, role: str):
+    def __init__(self, config: Config, role: str, stop: StopRequest | None):
         super().__init__(config)
         self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         timeout_s = config.topology.timeout_s
@@ -51,7 +53,7 @@ class ProcessesJob(Job):
         self.staged = self.member.device.type == "cuda" and config.link.backend == "staged"
         self._groups: list[Group] = []
         connection = self.store.clone()  # pyrefly: ignore[missing-attribute]  # torch's stub leaves it out
-        self.watch = Watch(connection, self.status, self.layout, self.member, timeout_s)
+        self.watch = Watch(connection, self.status, self.layout, self.member, timeout_s, stop)
         self.check()
 
     def first_per_host(self, work: Callable[[], T]) -> T:
@@ -106,10 +108,9 @@ class ProcessesJob(Job):
         if error is not None:
             self.watch.explain(error, lost_connection=isinstance(error, dist.DistError) or "gloo" in str(error))
             return
+        self.status.phase(self.status.now[1], "leave")
         for group in self._groups:
             group.close()
-        if self.rank == 0:  # it may host the store: it leaves last
-            for other in range(1, self.world):
-                self.status.wait(f"left/{other}")
-        self.watch.leave()
-        self.status.put(f"left/{self.rank}", True)
+        with contextlib.suppress(dist.DistError):  # a rank, or its launcher, hosts the store: it may be gone as soon as everybody is done
+            self.status.gather("left", self.rank, self.world, True)
+            self.watch.leave()

@@ -6,6 +6,9 @@ transfer hangs, and the job ends as well.
 
 Others are only judged by what this process could see: seconds in which it was stopped itself, or in which the store did not answer, are
 nobody's silence.
+
+With the heartbeats goes the wish to stop: a rank that is asked to stop, a target too, leaves a note, and the main drafter then asks all
+drafters. Targets go on serving until they are answered STOP.
 """
 
 import json
@@ -17,11 +20,13 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from common.distributed.layout import Layout, Member
+from common.distributed.layout import DRAFTER, Layout, Member
 from common.distributed.status import StatusStore
+from common.distributed.stop import StopRequest
 
 WORKING = ("capture", "step")  # phases that no healthy worker stays in for long
 PATIENT = ("start", "checkpoint")  # phases that may take any time
+STOP_WISH = "stop_wish"  # the key of the note of a rank that was asked to stop
 AWAKE_INTERVALS = 2  # a round of looking that takes more than so many intervals was held up, and counts as that long
 
 
@@ -65,11 +70,14 @@ class _Seen(NamedTuple):
 class Watch:
     """Heartbeats of all ranks, by a thread of its own with a connection of its own to the store.
 
-    `leave` before a regular end; `explain` after an error that may be somebody else's.
+    `leave` before a regular end; `explain` after an error that may be somebody else's. `stop` is this process's wish to stop, if it reads
+    signals at all.
     """
 
-    def __init__(self, store: dist.Store, status: StatusStore, layout: Layout, member: Member, timeout_s: float):
-        self._store, self._status, self._member, self._timeout_s = store, status, member, timeout_s
+    def __init__(
+        self, store: dist.Store, status: StatusStore, layout: Layout, member: Member, timeout_s: float, stop: StopRequest | None = None
+    ):
+        self._store, self._status, self._member, self._timeout_s, self._stop = store, status, member, timeout_s, stop
         self._names = {m.rank: f"{m.role} {m.index} (rank {m.rank} on {m.host})" for m in layout.members}
         self._interval_s = min(timeout_s / 10, max(0.5, len(self._names) / 32))
         self._clock = AwakeClock(AWAKE_INTERVALS * self._interval_s, time.monotonic())
@@ -91,6 +99,7 @@ class Watch:
 
     def _look(self):
         self._store.set(f"beat/{self._member.rank}", json.dumps([time.monotonic(), *self._status.now]))
+        self._pass_on_stop()
         beats = self._beats()
         now = self._clock.tick(time.monotonic())  # after the store has answered: a request that blocked is held-up time, too
         for rank, beat in beats.items():
@@ -105,6 +114,14 @@ class Watch:
             behind = sorted(self._seen, key=lambda rank: self._seen[rank].step)[:8]
             ranks = "; ".join(f"{self._names[rank]} {self._seen[rank]}" for rank in behind)
             self._end(f"all ranks have waited for each other for {still_s:.0f} s, so a device or a transfer hangs: {ranks}")
+
+    def _pass_on_stop(self):
+        if self._stop is None:
+            return
+        if self._stop.requested:
+            self._store.set(STOP_WISH, json.dumps(True))
+        elif self._member.role == DRAFTER and self._member.index == 0:
+            self._stop.requested = self._store.check([STOP_WISH])
 
     def _beats(self):
         """The last heartbeat of every rank, or None; one request for all as soon as all have sent one."""
