@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from benchmarks import eight_billion, measure
 from common import config_reader
@@ -119,21 +118,18 @@ class TimedServer(Server):
 
 
 def round_trip_us(context: WorkerContext, first: bool, trips: int = 200) -> float | None:
-    """Time of a message of one number and its answer between the first target and the first drafter, on the link's own group.
+    """Time of a message of one number and its answer between the first target and the first drafter, on the link's own pair.
 
     None elsewhere. `first` is the target's side, which sends first.
     """
-    group = getattr(context.link, "groups", {}).get(0)
-    if context.index != 0 or group is None:
+    pair = getattr(context.link, "pairs", {}).get(0)
+    if context.index != 0 or pair is None:
         return None
     number = torch.zeros(1, dtype=torch.int64)
     start_s = time.perf_counter()
     for _ in range(trips):
         for sending in (first, not first):
-            if sending:
-                dist.send(number, group=group, group_dst=int(first))
-            else:
-                dist.recv(number, group=group, group_src=int(first))
+            (pair.send if sending else pair.receive)(number).wait()
     return 1e6 * (time.perf_counter() - start_s) / trips
 
 
