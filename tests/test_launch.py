@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import sys
@@ -15,13 +16,13 @@ STEPS = ("optim.steps=40", "checkpoint.every=8", "sync.every=8")
 
 
 @contextlib.contextmanager
-def split(preset, folder, logs):
+def split(preset, folder, logs, *overrides):
     """The two agents, drafters first; yields their processes by role."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
     variables = {"ENDPOINT": endpoint, "MAX_RESTARTS": "2", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    common = [*map(str, arguments(preset, folder, *STEPS)), "topology.timeout_s=60"]
+    common = [*map(str, arguments(preset, folder, *STEPS, *overrides)), "topology.timeout_s=60"]
     jobs = {}
     try:
         for role, ranks in (("drafters", "1"), ("targets", "2")):
@@ -49,3 +50,16 @@ def test_two_agents_learn_what_one_agent_learns_also_through_a_death(tiny_preset
     assert "resuming from" in (logs / "drafters").read_text()
     finish(tiny_preset, tmp_path / "one", *STEPS, ranks=3)
     assert_equal_runs(tmp_path / "one", tmp_path / "run")
+
+
+def test_an_interrupt_of_the_targets_agent_stops_both_with_a_checkpoint(tiny_preset, tmp_path):
+    """Else Ctrl-C there kills the targets, everything since the last checkpoint is lost, and the drafters' agent waits for nobody."""
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    with split(tiny_preset, tmp_path / "run", logs, "optim.steps=100000", "checkpoint.every=48") as jobs:
+        wait_for(jobs["drafters"], (tmp_path / "run/checkpoints/step_00000048").exists, logs / "drafters")
+        jobs["targets"].send_signal(signal.SIGINT)
+        wait_for(jobs["drafters"], lambda: "stopped after step" in (logs / "drafters").read_text(), logs / "drafters")
+        jobs["targets"].wait(timeout=60)
+    step = int(re.search(r"stopped after step (\d+)", (logs / "drafters").read_text())[1])
+    assert (tmp_path / f"run/checkpoints/step_{step:08d}").is_dir()
