@@ -31,6 +31,9 @@ class Bounds:
 
 
 Count = Annotated[int, Bounds(least=1, most=10**9)]
+Size = Annotated[int, Bounds(least=1, most=10**6)]
+Workers = Annotated[int, Bounds(least=1, most=4096)]
+HeadSize = Annotated[int, Bounds(least=1, most=4096)]
 NotNegative = Annotated[float, Bounds(least=0)]
 Share = Annotated[float, Bounds(least=0, below=1)]
 
@@ -55,7 +58,7 @@ class TargetConfig:
 class DrafterConfig:
     family: str = "dflash"
     """Kind of drafter, see common/families: `dflash`."""
-    layers: Count = 5
+    layers: Annotated[int, Bounds(least=1, most=1000)] = 5
     """Transformer layers of the drafter."""
     taps: Literal["auto"] | list[int] = "auto"
     """Target layers whose outputs are the features (`auto`: as many as drafter layers, spread over the depth), or their indices."""
@@ -63,17 +66,17 @@ class DrafterConfig:
     """Slots of a block: the known token and block_size - 1 proposals."""
     mask_token: str | int = "auto"
     """Id (or text) of the token that fills the unknown slots; `auto` takes the family's or an unused row of the embedding."""
-    intermediate_size: Count | None = None
+    intermediate_size: Size | None = None
     """Width of the MLP; default: the target's."""
-    heads: Count | None = None
+    heads: HeadSize | None = None
     """Query heads; default: the target's."""
-    kv_heads: Count | None = None
+    kv_heads: HeadSize | None = None
     """Key/value heads; default: `heads` where that is set, else the target's."""
-    head_dim: Count | None = None
+    head_dim: HeadSize | None = None
     """Size of a head; default: the target's."""
     layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
     """`full_attention` or `sliding_attention` per layer; default: all full."""
-    window: Count | None = None
+    window: Annotated[int, Bounds(least=1, most=10**7)] | None = None
     """Positions that a sliding layer sees."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute type; masters and moments are float32 in any case."""
@@ -121,11 +124,11 @@ class ObjectiveConfig:
 class OptimConfig:
     name: Literal["adamw", "muon"] = "adamw"
     """`adamw`, or `muon` for the matrices and AdamW for the vectors: learns more from the same steps, at the same learning rates."""
-    lr: NotNegative = 6e-4
+    lr: Annotated[float, Bounds(least=0, most=100)] = 6e-4
     """Peak learning rate."""
     betas: list[Share] = field(default_factory=lambda: [0.9, 0.95])
     """AdamW's moments' decay."""
-    weight_decay: NotNegative = 0.0
+    weight_decay: Annotated[float, Bounds(least=0, most=1000)] = 0.0
     """Decoupled weight decay."""
     warmup: NotNegative = 0.04
     """Share of all steps (below 1) or number of steps (1 and above) of linear warm-up."""
@@ -135,7 +138,7 @@ class OptimConfig:
     """Largest gradient norm; 0 turns clipping off."""
     steps: Count | None = None
     """Optimiser steps; default: as many as `epochs` give."""
-    epochs: Annotated[float, Bounds(above=0)] = 6.0
+    epochs: Annotated[float, Bounds(above=0, most=10**6)] = 6.0
     """Passes over the data when `steps` is not set."""
     accumulate: Count = 1
     """Packets per drafter and optimiser step."""
@@ -155,9 +158,9 @@ class SyncConfig:
 class TopologyConfig:
     mode: Literal["auto", "solo", "threads", "processes"] = "auto"
     """`solo`, `threads`, `processes`, or `auto` (solo for one rank, processes for several)."""
-    targets: Count | None = None
+    targets: Workers | None = None
     """Targets of an exchange group (a node; the whole job in a split launch); default: the ranks that are not drafters."""
-    drafters: Count | None = None
+    drafters: Workers | None = None
     """Drafters of an exchange group; default: max(1, round(ranks / 4))."""
     target_devices: list[str] | None = None
     """Threads mode: the targets' devices, e.g. [cuda:0,cuda:1]."""

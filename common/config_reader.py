@@ -11,6 +11,8 @@ import dataclasses
 import difflib
 import inspect
 import math
+import os
+import reprlib
 import textwrap
 import types
 import typing
@@ -26,6 +28,9 @@ from common.errors import UserError
 DEFAULT_PRESET = Path(__file__).resolve().parent.parent / "launch" / "presets" / "quickstart.yaml"
 Families = Mapping[str, type | None]
 PLAIN: Families = {"dflash": None}
+PATHS = ("target.path", "data.path", "validation.path", "drafter.init", "checkpoint.resume", "log.dir")
+NAME_BYTES, PATH_BYTES = 255, 4000
+"""The longest name of a file and of a path that Linux takes; of a path, less what the suite writes beneath it."""
 TYPE_NAMES = {int: "int", float: "float", str: "str", bool: "bool", type(None): "null"}
 
 
@@ -35,12 +40,13 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = (), families
     Raises: UserError with the key, what was got and what to write.
     """
     path = Path(path or DEFAULT_PRESET)
-    if not path.is_file():
-        raise UserError(f"--config {path}: no such file; presets are in {DEFAULT_PRESET.parent}")
     try:
-        tree = yaml.safe_load(path.read_text()) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"--config {path} is not valid YAML: {' '.join(str(error).split())}") from None
+        tree = _parse(path.read_text()) or {}
+    except OSError as error:
+        reason = "no such file" if isinstance(error, FileNotFoundError) else error.strerror
+        raise UserError(f"--config {_plain(str(path))}: {reason}; presets are in {DEFAULT_PRESET.parent}") from None
+    except ValueError as error:
+        raise UserError(f"--config {_plain(str(path))} is not valid YAML: {_plain(' '.join(str(error).split()))}; mend the file") from None
     if not isinstance(tree, dict):
         raise UserError(f"--config {path} holds a {type(tree).__name__}; it must be sections such as `target:` with keys beneath")
     for override in overrides:
@@ -58,8 +64,8 @@ def from_dict(tree: Mapping[str, Any], families: Families = PLAIN) -> Config:
     section, options = tree.get("drafter"), None
     if isinstance(section, dict):
         family = section.get("family", "dflash")
-        if family not in families:
-            raise UserError(f"drafter.family={family!r} is not known; use one of {', '.join(families)}{_near(str(family), families)}")
+        if not isinstance(family, str) or family not in families:
+            raise UserError(f"drafter.family={_shown(family)} is not known; use one of {', '.join(families)}{_near(family, families)}")
         if (settings := families[family]) is not None:
             names = {f.name for f in dataclasses.fields(settings)}
             options = _build(settings, {key: value for key, value in section.items() if key in names}, "drafter.")
@@ -102,6 +108,14 @@ def validate(config: Config) -> None:
         raise UserError("target.path is empty: name a folder of safetensors or a hub id, e.g. target.path=Qwen/Qwen3-8B")
     if not config.data.path:
         raise UserError("data.path is empty: pack conversations first (prepare_data.py pack ... --output DIR), then data.path=DIR")
+    for key in PATHS:
+        section, name = key.split(".")
+        _check_path(key, getattr(getattr(config, section), name))
+    if (anchors := config.objective.anchors or 1) > config.data.pack_tokens:
+        raise UserError(
+            f"objective.anchors={anchors} exceeds data.pack_tokens={config.data.pack_tokens}: a block starts at a token; write fewer, or "
+            "leave it out for a sixth of them"
+        )
     layer_types, layers = config.drafter.layer_types, config.drafter.layers
     if layer_types is not None:
         if len(layer_types) != layers:
@@ -112,6 +126,21 @@ def validate(config: Config) -> None:
             raise UserError("drafter.layer_types has sliding_attention but drafter.window is not set; write e.g. drafter.window=4096")
     if len(config.optim.betas) != 2:
         raise UserError(f"optim.betas={config.optim.betas} must be two numbers in [0, 1), e.g. [0.9,0.95]")
+
+
+def _check_path(key: str, path: str | None) -> None:
+    """Refuse what cannot be the name of a file or folder, before anything looks for it. Raises: UserError."""
+    if path is None:
+        return
+    try:
+        name = os.fsencode(path)
+    except UnicodeEncodeError:
+        name = b""
+    if not name or b"\0" in name or len(name) > PATH_BYTES or max(map(len, name.split(b"/"))) > NAME_BYTES:
+        raise UserError(
+            f"{key}={_shown(path)} cannot be a path: it must not be empty, a name in it has at most {NAME_BYTES} bytes, all of it "
+            f"{PATH_BYTES}; write a shorter one"
+        )
 
 
 def check_averaging(config: Config, drafters: int, key: str) -> None:
@@ -174,22 +203,53 @@ def _meanings(section: type) -> dict[str, str]:
 def _apply_override(tree: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals:
-        raise UserError(f"override {override!r} has no `=`; write section.key=value, e.g. optim.lr=1e-3")
+        raise UserError(f"override {_shown(override)} has no `=`; write section.key=value, e.g. optim.lr=1e-3")
     *sections, leaf = key.split(".")
     for section in sections:
         if tree.get(section) is None:  # an empty section of a preset
             tree[section] = {}
         tree = tree[section]
         if not isinstance(tree, dict):
-            raise UserError(f"override {override!r}: {section} is a value, not a section")
+            raise UserError(f"override {_shown(override)}: {_plain(section)} is a value, not a section")
     try:
-        tree[leaf] = yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise UserError(f"override {override!r}: the value is not valid YAML; quote it, e.g. {key}='\"text\"'") from None
+        tree[leaf] = _parse(text)
+    except ValueError:
+        raise UserError(f"override {_shown(override)}: the value is not valid YAML; quote it, e.g. {_plain(key)}='\"text\"'") from None
 
 
-def _near(name: str, choices: typing.Iterable[str]) -> str:
-    match = difflib.get_close_matches(name, list(choices), n=1)
+def _parse(text: str) -> Any:
+    """The value of a YAML text. Raises: ValueError whatever is wrong with it: PyYAML's own scalars raise by the dozen."""
+    try:
+        return yaml.safe_load(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, ArithmeticError) as error:
+        raise ValueError(str(error) or type(error).__name__) from None
+
+
+class _Short(reprlib.Repr):
+    """Values as messages show them: a document of aliases, or a number of ten thousand digits, must not fill the screen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxstring, self.maxother, self.maxlist = 3, 200, 200, 64
+
+    def repr_int(self, x: int, level: int) -> str:
+        return repr(x) if abs(x) < 10**40 else "(a number of more than 40 digits)"
+
+
+def _shown(value: Any) -> str:
+    """A value as a message shows it: as Python writes it, but short."""
+    return _Short().repr(value)
+
+
+def _plain(value: Any) -> str:
+    """The same, of a text without quotes."""
+    return value if isinstance(value, str) and len(value) <= 200 else _shown(value)
+
+
+def _near(name: Any, choices: typing.Iterable[str]) -> str:
+    match = difflib.get_close_matches(name, list(choices), n=1) if isinstance(name, str) and len(name) < 100 else []
     return f" (did you mean {match[0]}?)" if match else ""
 
 
@@ -198,11 +258,11 @@ def _build(cls: Any, tree: Mapping[Any, Any], prefix: str) -> Any:
     values = {}
     for key, value in tree.items():
         if key not in fields:
-            raise UserError(f"unknown key {prefix}{key}{_near(str(key), fields)}; known: {', '.join(prefix + f for f in fields)}")
+            raise UserError(f"unknown key {prefix}{_plain(key)}{_near(key, fields)}; known: {', '.join(prefix + f for f in fields)}")
         annotation = fields[key].type
         if dataclasses.is_dataclass(annotation):
             if not isinstance(value or {}, dict):
-                raise UserError(f"{prefix}{key} is a section; got {value!r}; write {prefix}{key}.<key>=value")
+                raise UserError(f"{prefix}{key} is a section; got {_shown(value)}; write {prefix}{key}.<key>=value")
             values[key] = _build(annotation, value or {}, f"{prefix}{key}.")
         else:
             values[key] = _convert(value, annotation, prefix + key)
@@ -243,15 +303,15 @@ def _convert(value: Any, annotation: Any, key: str) -> Any:
         if origin is typing.Literal and value in arguments:
             return value
         if origin is typing.Literal and option is annotation:
-            raise UserError(f"{key}={value} is not known; use one of {', '.join(arguments)}{_near(str(value), arguments)}")
+            raise UserError(f"{key}={_plain(value)} is not known; use one of {', '.join(arguments)}{_near(value, arguments)}")
         converted = _scalar(value, option, key) if isinstance(option, type) else None
         if converted is not None:
             if isinstance(bounds, Bounds) and not bounds.hold(converted):
-                raise UserError(f"{key}={value} must be {bounds}")
+                raise UserError(f"{key}={_plain(value)} must be {bounds}")
             return converted
         if option is type(None) and value is None:
             return None
-    raise UserError(f"{key}={value!r} must be {_type_name(annotation)}")
+    raise UserError(f"{key}={_shown(value)} must be {_type_name(annotation)}")
 
 
 def _scalar(value: Any, kind: type, key: str) -> Any:
@@ -262,7 +322,7 @@ def _scalar(value: Any, kind: type, key: str) -> Any:
         except (ValueError, OverflowError):
             return None
         if not math.isfinite(number):
-            raise UserError(f"{key}={value!r} must be a finite number")
+            raise UserError(f"{key}={_shown(value)} must be a finite number")
         return number
     if kind is int and isinstance(value, bool):
         return None

@@ -45,6 +45,17 @@ ONE_RANK = {
     "heads that do not divide": (["drafter.heads=3", "drafter.kv_heads=2"], ["drafter.heads=3", "multiple of drafter.kv_heads=2"]),
     "documents longer than a row": (["data.max_document_tokens=256"], ["data.max_document_tokens=256", "data.pack_tokens=128"]),
     "more packets a step than rows": (["optim.accumulate=1000"], ["optim.accumulate=1000", "use more data"]),
+    "a row of one token": (["data.pack_tokens=1"], ["data.pack_tokens=1 must be at least 2"]),
+    "taps without brackets": (["drafter.taps=1,2"], ["drafter.taps='1,2' must be auto or list of int"]),
+    "a seed that is no whole number": (["seed=1e30"], ["seed='1e30' must be int"]),
+    "a window beyond all rows": (["drafter.window=1000000000000"], ["drafter.window=1000000000000 must be", "at most 10,000,000"]),
+    "a timeout beyond the clock": (["topology.timeout_s=1e18"], ["topology.timeout_s=1e18 must be", "at most"]),
+    "more blocks than tokens": (["objective.anchors=129"], ["objective.anchors=129 exceeds data.pack_tokens=128"]),
+    "a name that is too long": ([f"log.dir=runs/{'x' * 256}"], ["log.dir='runs/xxx", "at most 255 bytes"]),
+    "only documents that are too long": (
+        ["data.long_documents=drop", "data.max_document_tokens=2"],
+        ["data.long_documents=drop leaves none of the 48 documents", "truncate"],
+    ),
     "a single buffer": (["link.depth=1"], ["link.depth=1", "at least 2"]),
     "roles for one rank": (["topology.targets=2"], ["topology.targets=2", "torchrun"]),
     "processes without torchrun": (["topology.mode=processes"], ["topology.mode=processes", "torchrun --nproc_per_node"]),
@@ -242,6 +253,13 @@ def test_a_hostile_store_index_is_an_error(tiny_store, tmp_path):
             continue
         with pytest.raises(UserError):
             TokenStore.open(folder)
+
+
+def test_a_preset_s_heldout_store_of_another_target_is_named(tiny_target, tiny_store, tmp_path):
+    """Who overrides target and data of the quickstart is told to pack a store again that is none of theirs."""
+    output = output_of([f"target.path={tiny_target}", f"data.path={tiny_store}", "drafter.mask_token=auto", f"log.dir={tmp_path}/run"])
+    assert "validation.path=launch/quickstart/heldout" in output and "write validation.path=auto" in output
+    assert f"({tiny_store}-heldout" in output and "validation.path=null" in output
 
 
 def test_an_empty_section_of_a_preset_may_be_overridden(tmp_path):

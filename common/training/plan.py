@@ -83,8 +83,7 @@ def make_plan(config: Config, job: Job) -> RunPlan:
     if needs_final_hidden(config) and config.drafter.zero_features:
         raise UserError("drafter.zero_features=true is an ablation of objective.loss=ce; drop one of them")
     rows = _open_rows(config, config.data.path, folder, target)
-    heldout_path = _heldout_path(config)
-    heldout = _open_rows(config, heldout_path, folder, target) if heldout_path else None
+    heldout = _open_heldout(config, folder, target)
     if heldout:
         check_averaging(config, job.drafters, "validation.every")
     used_ids = np.concatenate([loader.store.used_ids for loader in (rows, heldout) if loader is not None])
@@ -114,6 +113,20 @@ def _heldout_path(config: Config) -> str | None:
     return path
 
 
+def _open_heldout(config: Config, folder: Path, target: TargetSpec) -> RowLoader | None:
+    """The held-out rows, if there are any. Raises: UserError that says where the store comes from, which a preset may have named."""
+    path = _heldout_path(config)
+    if not path:
+        return None
+    try:
+        return _open_rows(config, path, folder, target)
+    except UserError as error:
+        raise UserError(
+            f"validation.path={path}: {error}; or write validation.path=auto for the store beside data.path "
+            f"({config.data.path.rstrip('/')}-heldout, if it is there), or validation.path=null for none"
+        ) from None
+
+
 def _open_rows(config: Config, path: str, folder: Path, target: TargetSpec) -> RowLoader:
     store = TokenStore.open(path)
     store.check_target(folder, target.vocab_size)
@@ -122,4 +135,12 @@ def _open_rows(config: Config, path: str, folder: Path, target: TargetSpec) -> R
     def pack(epoch: int) -> PackedRows:
         return pack_rows(store.lengths, data.pack_tokens, data.max_document_tokens, data.long_documents, config.seed, epoch)
 
-    return RowLoader(store, pack)
+    rows = RowLoader(store, pack)
+    if not rows.count():
+        limit = data.max_document_tokens or data.pack_tokens
+        raise UserError(
+            f"data.long_documents=drop leaves none of the {len(store):,} documents of {path}: all have more than {limit} tokens, the "
+            f"shortest {min(store.lengths, default=0)}; write "
+            "data.long_documents=truncate, or raise data.max_document_tokens or data.pack_tokens"
+        )
+    return rows
