@@ -16,6 +16,7 @@ from common.distributed import jobs
 from common.distributed.context import WorkerContext
 from common.distributed.layout import TARGET
 from common.distributed.packet import PacketBuffer
+from common.distributed.refusal import one_voice
 from common.distributed.stop import StopRequest
 from common.families.registry import family_options
 from common.metrics import DeviceClock
@@ -75,6 +76,7 @@ class Server:
         return going_on
 
 
+@one_voice
 def main(argv: Sequence[str]) -> int:
     """Take part in a run as a target."""
     config = config_reader.from_command_line(argv, __doc__, family_options())

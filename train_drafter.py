@@ -18,6 +18,7 @@ from common.data.schedule import TRAIN, VALIDATE, Assignment
 from common.distributed import jobs
 from common.distributed.context import WorkerContext
 from common.distributed.packet import PacketBuffer
+from common.distributed.refusal import one_voice
 from common.distributed.stop import StopRequest
 from common.families.registry import family_options
 from common.metrics import Meters
@@ -119,6 +120,7 @@ def _by_kind(entries: Iterable[Entry]) -> tuple[list[Entry], list[Entry]]:
     return [e for e in entries if e[0].kind == TRAIN], [e for e in entries if e[0].kind == VALIDATE]
 
 
+@one_voice
 def main(argv: Sequence[str]) -> int:
     """Take part in a run, whatever this rank's role is."""
     config = config_reader.from_command_line(argv, __doc__, family_options())

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from ranks import Job, descendants, start_torchrun, stop_job
+from ranks import Job, descendants, start_torchrun, stop_job, torchrun
 from test_resume import arguments, assert_equal_runs, finish, kill_at_call, records, stop_at, weights
 
 from common.distributed.stop import StopRequest
@@ -289,6 +289,32 @@ def test_an_io_error_costs_one_checkpoint(tiny_preset, tmp_path):
         assert "WARNING: no checkpoint of step 8" in job.output and "Input/output error" in job.output
     assert_equal_runs(tmp_path / "straight", tmp_path / "run")
     assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == ["step_00000004", "step_00000012"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["optim.learning_rate=1"], "optim.learning_rate"),  # found before the ranks have met
+        (["topology.targets=5"], "topology.targets=5"),  # found as they meet
+    ],
+)
+def test_a_users_mistake_is_said_by_one_rank_and_ends_restarts_at_once(tiny_preset, tmp_path, overrides, words):
+    """Else eight ranks that are restarted twelve times say it 104 times, and what a diverged run burns it burns again and again."""
+    command = ["train_drafter.py", *arguments(tiny_preset, tmp_path / "run", *overrides, "topology.timeout_s=60")]
+    job = torchrun(*command, ranks=3, options=["--max-restarts", "2"])
+    errors = [line for line in job.stderr.splitlines() if line.startswith("error: ")]
+    assert 1 <= len(errors) <= 3 and len(set(errors)) == 1 and words in errors[0], job.stderr[-6000:]
+    assert re.search(r"exitcode *: 2\b", job.stderr), job.stderr[-3000:]
+
+
+def test_a_run_that_failed_by_itself_leaves_its_words_for_restarts(tiny_preset, tmp_path):
+    """A diverged run would be trained until it fails once for every restart, and every rank would print its own story."""
+    overrides = ("optim.max_skipped=3", "log.every=2", "optim.steps=100000", "checkpoint.every=50000")
+    with Job(arguments(tiny_preset, tmp_path / "run", *overrides), 3, functools.partial(poison, 4, 100000, 0)) as job:
+        assert job.wait() == [2, 2, 2], job.output
+        errors = [line for line in job.output.splitlines() if line.startswith("error: ")]
+        assert len(errors) == 1 and "in a row (optim.max_skipped=3)" in errors[0], job.output
+        assert f"error: {job._store.get('refusal').decode()}" == errors[0]
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from common.distributed.job import Job, MakeDrafter, MakeTarget, T, was_restarte
 from common.distributed.layout import DRAFTER, TARGET
 from common.distributed.packet import PacketShape
 from common.distributed.process_link import P2PReceiver, P2PSender
+from common.distributed.refusal import leave_refusal
 from common.distributed.rendezvous import agree_on_attempt, open_store
 from common.distributed.roles import Announcement, make_layout
 from common.distributed.status import StatusStore
@@ -38,7 +39,7 @@ class ProcessesJob(Job):
         super().__init__(config)
         self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         timeout_s = config.topology.timeout_s
-        shared = open_store(timeout_s)
+        self._shared = shared = open_store(timeout_s)
         self.attempt = agree_on_attempt(shared, self.rank, self.world, timeout_s)
         shared.set_timeout(TIMEOUT)  # from here on the watch judges who is late; a store that pauses is no error
         self.store = dist.PrefixStore(f"attempt_{self.attempt}", shared)
@@ -102,7 +103,11 @@ class ProcessesJob(Job):
             assert make_drafter is not None, "a rank that only serves has the role of a target"
             worker = make_drafter(context)
         worker.warm()
-        worker.run()
+        try:
+            worker.run()
+        except UserError as error:  # it has trained until it failed, and would do so again
+            leave_refusal(self._shared, str(error))
+            raise
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is not None:

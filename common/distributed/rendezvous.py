@@ -11,13 +11,17 @@ from torch.distributed.rendezvous import rendezvous
 from common.errors import UserError
 
 
+class NotMet(UserError):
+    """The ranks did not come together, which the next attempt may do."""
+
+
 def open_store(timeout_s: float) -> dist.Store:
-    """The store at MASTER_ADDR:MASTER_PORT. Raises: UserError if there is none."""
+    """The store at MASTER_ADDR:MASTER_PORT. Raises: NotMet if there is none."""
     try:
         store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
     except (dist.DistNetworkError, dist.DistStoreError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise UserError(
+        raise NotMet(
             f"no rendezvous at MASTER_ADDR:MASTER_PORT ({reason}): start with torchrun; is the port taken or unreachable?"
         ) from None
     return store
@@ -30,7 +34,7 @@ def agree_on_attempt(store: dist.Store, rank: int, world: int, timeout_s: float)
     So every rank leaves a fresh word, the first rank answers with a number and the words it read, and whoever finds its own word there
     joins. A word of an earlier attempt is answered too, and the answer is given anew when it is replaced.
 
-    Raises: UserError naming the ranks that did not come.
+    Raises: NotMet naming the ranks that did not come.
     """
     word, deadline = uuid.uuid4().hex, time.monotonic() + timeout_s
 
@@ -52,7 +56,7 @@ def agree_on_attempt(store: dist.Store, rank: int, world: int, timeout_s: float)
             store.set(f"joined/{rank}", json.dumps(answer[0]))
             return answer[0]
         time.sleep(0.02)
-    raise UserError(
+    raise NotMet(
         f"rank {rank} waited topology.timeout_s={timeout_s:.0f} for {f'ranks {missing}' if rank == 0 else 'rank 0'} to start: "
         "see their logs, or raise topology.timeout_s"
     )

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from common.distributed.layout import DRAFTER, Layout, Member
 from common.distributed.status import StatusStore
 from common.distributed.stop import StopRequest
+from common.errors import UserError
 
 WORKING = ("capture", "step")  # phases that no healthy worker stays in for long
 PATIENT = ("start", "checkpoint")  # phases that may take any time
@@ -158,10 +159,8 @@ class Watch:
         """Say whose fault it is: ours (a note for the others is left), or a rank's that died; then end the process if it is another's."""
         if not lost_connection:
             with self._lock:
-                self._store.set(
-                    f"fault/{self._member.rank}",
-                    json.dumps(str(error).strip().splitlines()[0][:500] if str(error) else type(error).__name__),
-                )
+                words = str(error).strip().splitlines()[0][:500] if str(error) else type(error).__name__
+                self._store.set(f"fault/{self._member.rank}", json.dumps([words, isinstance(error, UserError)]))
             return
         deadline = time.monotonic() + min(self._timeout_s, 20 * self._interval_s)
         while time.monotonic() < deadline:
@@ -169,8 +168,12 @@ class Watch:
             with self._lock:
                 for rank in self._names:
                     fault = self._read(f"fault/{rank}")
-                    if fault is not None:
-                        self._end(f"{self._names[rank]}: {fault}, {self._seen.get(rank, 'gone')}")
+                    if fault is None:
+                        continue
+                    words, of_the_user = fault
+                    if of_the_user:
+                        os._exit(2)  # that rank says it, for all
+                    self._end(f"{self._names[rank]}: {words}, {self._seen.get(rank, 'gone')}")
                 now = self._clock.tick(time.monotonic())
                 silent = {rank: now - seen.beat_s for rank, seen in self._seen.items() if rank != self._member.rank}
                 if not silent:
