@@ -106,6 +106,7 @@ class Trainer:
         """One record of everything since the last; the only place where a step's numbers are read off the device."""
         self.meters.add(self.run_files.rates(self.context.link.wait.take_seconds()))
         self.run_files.write(step, self.meters.drain(self.context.comm))
+        self.stop.expect(self.run_files.stop_s(step, self.averaging.interval))
         self.run_files.warn_of_faults()
 
     def answer_stop(self, step: int) -> None:

@@ -216,6 +216,7 @@ def test_signals_do_behind_a_job_what_they_did_before():
             time.sleep(0.01)
         assert stop.requested
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)] == before
+    assert stop._end_soon is not None
     stop._end_soon.join(10)
     assert not stop._end_soon.is_alive()
 

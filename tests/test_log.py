@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 import train_drafter
 from common import config_reader
 from common.data.schedule import TRAIN, Schedule
+from common.distributed import stop
 from common.objective.blocks import draw_anchors
 from common.training import clock
 from common.training.clock import CHECKPOINT, VALIDATION, RunClock
@@ -104,6 +106,48 @@ def test_the_end_is_told_by_what_was_measured(monkeypatch):
     assert run.left_s(60) == pytest.approx(40 * 60 / 50 + 2 * 8 + 2 * 3), "60 is a validation that is over"
     assert run.left_s(75) == pytest.approx(25 * 60 / 65 + 2 * 8 + 2 * 3), "75's checkpoint follows its record"
     assert run.left_s(100) == 3, "the last checkpoint"
+
+
+def test_a_ctrl_c_waits_for_the_averaging_and_the_checkpoint(monkeypatch):
+    """Ended after 20 s, a run that averages every 24 s and saves for 15 s loses what it has learnt since its last checkpoint."""
+    hand = Hand(monkeypatch)
+    schedule = Schedule(lambda epoch: 40, 1, 1, steps=100, validation_rows=3, validation_every=30)
+    run = RunClock(torch.device("cpu"), schedule, checkpoint_every=25)
+    run.begin(40)
+    hand.now += 5
+    run.lap()
+    assert run.stop_s(50, interval=50) == 1.5 * (25 + clock.UNSEEN_S), "no checkpoint was seen yet"
+    for what, seconds in ((CHECKPOINT, 15), (CHECKPOINT, 12), (VALIDATION, 6)):
+        with run.apart(what):
+            hand.now += seconds
+    assert run.stop_s(50, interval=50) == 1.5 * (25 + 6 + 15)
+    assert run.stop_s(50, interval=1) == 1.5 * (0.5 + 6 + 15)
+
+
+def test_a_stop_request_waits_as_long_as_was_measured(monkeypatch):
+    """What was measured before the Ctrl-C and what a target hears after it both count; nothing is waited for longer once it is over."""
+    armed = []
+
+    class Timer:
+        """Never fires."""
+
+        def __init__(self, seconds: float, *_: object):
+            armed.append(seconds)
+
+        def start(self) -> None:
+            """Nothing."""
+
+        cancel = start
+
+    monkeypatch.setattr(stop, "threading", SimpleNamespace(Timer=Timer, Lock=threading.Lock, Thread=threading.Thread))
+    with stop.StopRequest() as request:
+        request.expect(3.0)
+        assert request.grace_s == stop.INTERRUPT_GRACE_S and not armed
+        request.expect(70.0)
+        request._interrupt()
+        request.expect(100.0)
+        assert [round(seconds) for seconds in armed] == [70, 100] and request.requested
+        request._interrupt()  # the terminal's echo
 
 
 def plan_and_records(preset: Path, folder: Path, *overrides: str) -> tuple[RunPlan, list[dict]]:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from common.distributed.layout import DRAFTER, Layout, Member
 from common.distributed.status import StatusStore
-from common.distributed.stop import StopRequest
+from common.distributed.stop import STOP_S, StopRequest
 from common.errors import UserError
 
 WORKING = ("capture", "step")  # phases that no healthy worker stays in for long
@@ -121,6 +121,8 @@ class Watch:
             return
         if self._stop.requested:
             self._store.set(STOP_WISH, json.dumps(True))
+            if (seconds := self._read(STOP_S)) is not None:
+                self._stop.expect(seconds)  # a target does not know how long the drafters will take
         elif self._member.role == DRAFTER and self._member.index == 0:
             self._stop.requested = self._store.check([STOP_WISH])
 

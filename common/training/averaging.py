@@ -22,6 +22,11 @@ class Averaging:
         self._every = config.every if config.mode == "average" and comm.size > 1 else None
         self._comm, self._optimizer, self._last_step = comm, optimizer, last_step
 
+    @property
+    def interval(self) -> int:
+        """Steps between two meetings of the drafters."""
+        return self._every or 1
+
     def gradients(self, weight_sum: Tensor) -> Tensor:
         """Sum gradients and loss weights over the drafters where they are exchanged; returns the weight sum to divide by."""
         if self._ddp:

@@ -9,6 +9,7 @@ import torch
 from common.data.schedule import Schedule
 
 VALIDATION, CHECKPOINT = "validation", "checkpoint"
+STOP_MARGIN, UNSEEN_S = 1.5, 20.0
 
 
 class RunClock:
@@ -17,8 +18,13 @@ class RunClock:
     def __init__(self, device: torch.device, schedule: Schedule, checkpoint_every: int):
         self._device, self._schedule, self._checkpoint_every = device, schedule, checkpoint_every
         self._durations_s: dict[str, list[float]] = {VALIDATION: [], CHECKPOINT: []}
-        self._training_s = 0.0
+        self._training_s, self._first_step = 0.0, 0
         self._first_record: tuple[int, float] | None = None  # its step and the seconds trained until then
+        self.reset()
+
+    def begin(self, step: int) -> None:
+        """Begin the first lap, at so many completed steps."""
+        self._first_step = step
         self.reset()
 
     def reset(self) -> None:
@@ -60,6 +66,15 @@ class RunClock:
         validations = _events(step, steps, every) if self._schedule.validation_rows else 0
         checkpoints = _events(step - 1, steps, self._checkpoint_every)
         return (steps - step) * step_s + validations * self._mean_s(VALIDATION) + checkpoints * self._mean_s(CHECKPOINT)
+
+    def stop_s(self, step: int, interval: int) -> float:
+        """Seconds that a wish to stop takes at most, at a record of this step: `interval` steps, a validation and a checkpoint.
+
+        By the longest that were seen, and half as much again; a checkpoint of which none was seen is taken to last UNSEEN_S.
+        """
+        step_s = self._training_s / max(1, step - self._first_step)
+        validation_s = max(self._durations_s[VALIDATION], default=0.0)
+        return STOP_MARGIN * (interval * step_s + validation_s + max(self._durations_s[CHECKPOINT], default=UNSEEN_S))
 
     def _mean_s(self, what: str) -> float:
         durations_s = self._durations_s[what]

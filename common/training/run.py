@@ -11,6 +11,7 @@ from common import compile_cache, config_reader
 from common.data.schedule import TRAIN, Assignment
 from common.distributed.context import WorkerContext
 from common.distributed.packet import HostMessage
+from common.distributed.stop import STOP_S, launcher_grace_s
 from common.errors import UserError
 from common.metrics import Meters, Metrics
 from common.training.checkpoint import Checkpoint, open_checkpoint
@@ -35,6 +36,7 @@ class Run:
         self.clock = RunClock(context.device, plan.schedule, plan.config.checkpoint.every)
         self._peak_flop_per_s = peak_flop_per_s(context.device, plan.config.drafter.dtype)
         self._log: Log | None = None
+        self._said_slow_stop = False
         self._tokens_before = 0  # all drafters' until this start
         self._tokens_since = 0  # this drafter's since
         self.reset_rates()
@@ -53,6 +55,7 @@ class Run:
                 print("{kernels/compiles} kernels compiled in {kernels/compile_s:.0f} s".format(**compiled), flush=True)
             self._log = Log(self.directory, step + 1, self.plan.schedule.steps, self.plan.config.log.tensorboard, text)
         self.reset_rates()
+        self.clock.begin(step)
         return step
 
     def _resume(self, checkpoint: Checkpoint, meters: Meters) -> None:
@@ -68,6 +71,21 @@ class Run:
         """Whether any drafter wants to stop; all ask at the same steps, so all get the same answer."""
         wish = requested or (self.first and self.directory.stop_requested())
         return bool(self.context.comm.sum_(torch.tensor([float(wish)])) > 0)
+
+    def stop_s(self, step: int, interval: int) -> float:
+        """Seconds that a graceful stop may take, at a record of this step; said once where a launcher would not wait that long."""
+        seconds = self.clock.stop_s(step, interval)
+        if not self.first:
+            return seconds
+        self.context.status.put(STOP_S, seconds)
+        if seconds > (limit := launcher_grace_s()) and not self._said_slow_stop:
+            self._said_slow_stop = True
+            print(
+                f"a stop with a checkpoint may take {seconds:.0f} s here, and torchrun ends its ranks {limit:.0f} s after a Ctrl-C: "
+                f"stop with touch {self.directory.stop_file}, or start with TORCH_ELASTIC_SHUTDOWN_TIMEOUT={seconds:.0f}",
+                flush=True,
+            )
+        return seconds
 
     def packet(self, message: HostMessage) -> None:
         """Count a packet that arrived."""
