@@ -201,8 +201,9 @@ def test_a_second_interrupt_ends_at_once(busy):
 
 def impatient(step, flag, rank):
     from common.distributed import stop
+    from common.training import clock
 
-    stop.INTERRUPT_GRACE_S = 0.3
+    stop.INTERRUPT_GRACE_S, clock.UNSEEN_S = 0.3, 0.0
     wait_at(step, flag, rank)
 
 
