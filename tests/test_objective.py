@@ -424,7 +424,8 @@ def test_tree_acceptance_is_the_longest_label_prefix_in_the_tree(markov):
         paths = paths_of(acceptance.build_tree(children, 5, 4, budget))
         for labels in itertools.product(range(6), repeat=4):
             expected = max((n for n in range(1, 5) if labels[:n] in paths), default=0)
-            assert acceptance.tree_accepted(children, 5, labels, budget) == expected
+            numbers = acceptance.label_numbers(children, 5, labels, budget)
+            assert len(numbers) == expected and [paths[n] for n in numbers] == [labels[: n + 1] for n in range(expected)]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

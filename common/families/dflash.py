@@ -4,6 +4,9 @@ Legend: A anchors, J predicted slots, D hidden, T tokens of a row, k candidates 
 Source: DFlash, arXiv 2602.06036, code z-lab/dflash.
 """
 
+import functools
+
+import numpy as np
 from torch import Tensor
 
 from common.config import ObjectiveConfig
@@ -26,13 +29,14 @@ class IndependentSlots(Proposer):
         return best_tokens(hidden_AJD, self.vocabulary, 1)[1][..., 0]
 
     def children(self, hidden_AJD: Tensor, anchors_A: Tensor, width: int) -> list[Children]:
-        logprobs_AJk, tokens_AJk = best_tokens(hidden_AJD, self.vocabulary, width)
-        blocks = zip(tokens_AJk.tolist(), logprobs_AJk.tolist(), strict=True)
-        return [self._children_of(tokens_Jk, logprobs_Jk) for tokens_Jk, logprobs_Jk in blocks]
+        logprobs_AJk, tokens_AJk = (x.cpu().numpy() for x in best_tokens(hidden_AJD, self.vocabulary, width))
+        return [self._children_of(tokens_Jk, logprobs_Jk) for tokens_Jk, logprobs_Jk in zip(tokens_AJk, logprobs_AJk, strict=True)]
 
     @staticmethod
-    def _children_of(tokens_Jk: list[list[int]], logprobs_Jk: list[list[float]]) -> Children:
-        return lambda depth, parent: (tokens_Jk[depth], logprobs_Jk[depth])
+    def _children_of(tokens_Jk: np.ndarray, logprobs_Jk: np.ndarray) -> Children:
+        # A replay asks for the trees of few of its anchors: the others' numbers never become Python's.
+        at_depth = functools.cache(lambda depth: (tokens_Jk[depth].tolist(), logprobs_Jk[depth].tolist()))
+        return lambda depth, parent: at_depth(depth)
 
 
 class DFlash(DrafterFamily):

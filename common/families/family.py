@@ -86,6 +86,10 @@ class DrafterFamily(ABC):
         Shapes: hidden_AJD [A, J, D]; final_hidden_TD [T, D], the target's hidden states after its norm, where the loss needs them.
         """
 
+    def block_sizes(self, spec: DrafterSpec) -> range:
+        """The sizes of blocks that a trained drafter can be served with: a token and its masked slot up to what it was trained on."""
+        return range(2, spec.block_size + 1)
+
     @abstractmethod
     def proposer(self, drafter: Drafter, vocabulary: Vocabulary) -> Proposer:
         """How this drafter's tokens are proposed; it follows the drafter's weights while they are trained."""

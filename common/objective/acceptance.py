@@ -8,6 +8,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -40,25 +41,44 @@ class Replay:
 
     def tree(self, row: Row, budget: int) -> tuple[np.ndarray, np.ndarray]:
         """The same where each verification checks a tree of `budget` nodes."""
-        return replay(lambda n: tree_accepted(self.children[n], int(self.tokens_N[n]), self.labels_NJ[n].tolist(), budget), row)
+        return replay(lambda n: len(self.label_numbers(n, budget)), row)
+
+    def label_numbers(self, n: int, budget: int) -> list[int]:
+        """`label_numbers` of the tree below anchor n."""
+        return label_numbers(self.children[n], int(self.tokens_N[n]), self.labels_NJ[n].tolist(), budget)
 
 
-def replay(accepted: Callable[[int], int], row: Row) -> tuple[np.ndarray, np.ndarray]:
+class Verification(NamedTuple):
+    """One verification of a replay, at the anchor `at` of a row's `document`: `accepted` drafts were right, `emitted` tokens came out."""
+
+    document: int
+    at: int
+    accepted: int
+    emitted: int
+
+
+def walk(accepted: Callable[[int], int], row: Row) -> Iterator[Verification]:
     """Greedy speculative decoding replayed: from each assistant turn's first token, jump by accepted + 1 to the turn's end.
 
-    `accepted` takes an anchor's number among the row's candidates. Returns (emitted, verifications), int64 per document of the row.
-    The turn's first token is the prefill's and is not counted; a turn of one token costs no verification.
+    `accepted` takes an anchor's number among the row's candidates. The turn's first token is the prefill's and no verification emits it;
+    a turn of one token costs no verification.
     """
     number = {at: n for n, at in enumerate(candidates(row).tolist())}
-    emitted, verifications = np.zeros(row.documents, np.int64), np.zeros(row.documents, np.int64)
     for document, (first, stop) in enumerate(row.spans()):
         edges = np.flatnonzero(np.diff(row.loss_mask[first:stop] != 0, prepend=False, append=False)) + first
         for at, end in edges.reshape(-1, 2).tolist():
             while at < end - 1:
-                jump = min(accepted(number[at]) + 1, end - 1 - at)
-                emitted[document] += jump
-                verifications[document] += 1
-                at += jump
+                found = Verification(document, at, right := accepted(number[at]), min(right + 1, end - 1 - at))
+                yield found
+                at += found.emitted
+
+
+def replay(accepted: Callable[[int], int], row: Row) -> tuple[np.ndarray, np.ndarray]:
+    """(emitted tokens, verifications), int64 per document of the row, of `walk`."""
+    emitted, verifications = np.zeros(row.documents, np.int64), np.zeros(row.documents, np.int64)
+    for found in walk(accepted, row):
+        emitted[found.document] += found.emitted
+        verifications[found.document] += 1
     return emitted, verifications
 
 
@@ -94,13 +114,19 @@ def build_tree(children: Children, root: int, slots: int, budget: int) -> list[t
     return list(itertools.islice(best_prefixes(children, root, slots), budget))
 
 
-def tree_accepted(children: Children, root: int, labels_J: Sequence[int], budget: int) -> int:
-    """Length of the labels' longest prefix that is in the tree of `budget` nodes below the token `root`."""
-    tip, accepted, possible = -1, 0, children(0, root)[0]  # the last accepted prefix, its length, the tokens that may follow it
+def label_numbers(children: Children, root: int, labels_J: Sequence[int], budget: int) -> list[int]:
+    """Which prefixes of the tree of `budget` nodes below the token `root` are the labels' own: the numbers of the first label, of the
+    first two, and so on, as far as the tree holds them.
+
+    A smaller tree is the beginning of a larger one: it holds those whose number is below its budget.
+    """
+    found: list[int] = []
+    tip, possible = -1, children(0, root)[0]  # the labels' longest prefix so far, the tokens that may follow it
     for number, (parent, _, token) in enumerate(itertools.islice(best_prefixes(children, root, len(labels_J)), budget)):
-        if accepted == len(labels_J) or labels_J[accepted] not in possible:
+        if len(found) == len(labels_J) or labels_J[len(found)] not in possible:
             break
-        if parent == tip and token == labels_J[accepted]:
-            tip, accepted = number, accepted + 1
-            possible = children(accepted, token)[0] if accepted < len(labels_J) else ()
-    return accepted
+        if parent == tip and token == labels_J[len(found)]:
+            tip = number
+            found.append(number)
+            possible = children(len(found), token)[0] if len(found) < len(labels_J) else ()
+    return found

@@ -3,6 +3,7 @@
 Legend: A anchors, K block slots, T tokens of a row, F feature width, D hidden.
 """
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from common.distributed.packet import PacketBuffer
 from common.drafter import attention
 from common.drafter.export import split
 from common.families.registry import FAMILIES
+from common.families.replay import replay_row
 from common.families.start import make_drafter
 from common.metrics import Faults, Metrics
 from common.objective.acceptance import Replay
@@ -73,21 +75,11 @@ class Learner:
         self.faults.step(step, done["skipped"])
         return {name: (value, 1) for name, value in done.items()}
 
-    @torch.no_grad()
     def replay(self, buffer: PacketBuffer) -> Replay:
         """What the drafter would propose at every possible anchor of a row, as a Replay."""
-        accepted, labels, tokens, children = [np.zeros(0, np.int64)], [], [np.zeros(0, np.int64)], []
-        for anchor, keep in every_anchor(buffer.row, self.plan.anchors):
-            blocks, kept = self._blocks(buffer.row, anchor, keep), int(keep.sum())
-            hidden, anchors_A = self._hidden(buffer.features, blocks), blocks.tokens_U[:-1]
-            labels_AJ = blocks.labels_AK[:, 1:].masked_fill(~blocks.valid_AK[:, 1:], -1)
-            right_AJ = self.proposer.chain(hidden, anchors_A) == labels_AJ
-            accepted.append(right_AJ.int().cumprod(1).sum(1)[:kept].cpu().numpy())
-            labels.append(labels_AJ[:kept].cpu().numpy())
-            tokens.append(anchors_A[:kept].cpu().numpy())
-            children += self.proposer.children(hidden, anchors_A, self.plan.config.validation.tree_budget)[:kept]
-        labels.append(np.zeros((0, self.plan.drafter.block_size - 1), np.int64))
-        return Replay(np.concatenate(accepted), np.concatenate(tokens), np.concatenate(labels), children)
+        width = self.plan.config.validation.tree_budget
+        hidden_of = functools.partial(self._hidden, buffer.features)
+        return replay_row(buffer.row, self.plan.anchors, functools.partial(self._blocks, buffer.row), hidden_of, self.proposer, width)
 
     def warm(self) -> None:
         """Compile everything, forward and backward, on a made-up packet."""
