@@ -37,14 +37,15 @@ def main(argv: list[str]) -> None:
     prompts = read_prompts(arguments.prompts, chat, arguments.limit, spec.max_position_embeddings - arguments.max_new_tokens)
 
     target, drafters, block_size = load(arguments, folder, spec)
+    drafts = len(drafters[0].slots)
     runs, plain = answer(arguments, target, drafters, prompts, stop)
 
-    summaries = [summarize(answers, plain, block_size) | {"tree_budget": d.tree_budget} for answers, d in zip(runs, drafters, strict=True)]
+    summaries = [summarize(answers, plain, drafts) | {"tree_budget": d.tree_budget} for answers, d in zip(runs, drafters, strict=True)]
     report = describe(arguments, chat, target, spec) | summaries[-1] | {
         "block_size": block_size,
         "stop_token_ids": list(stop),
         "tau_by_tree_budget": {s["tree_budget"]: s["tau"] for s in summaries if s["tree_budget"]},
-        "prompt_lookup_tau": mean_tau(prompt_lookup(a.prompt, a.tokens, block_size) for a in runs[-1]),
+        "prompt_lookup_tau": mean_tau(prompt_lookup(a.prompt, a.tokens, drafts) for a in runs[-1]),
         "loops": ratio(sum(is_loop(a.tokens) for a in runs[-1]), len(prompts)),
         "runs": summaries,
         "per_prompt": [one_prompt(arguments, target, runs[-1][i], plain[i] if plain else None, i) for i in range(len(prompts))],

@@ -76,7 +76,7 @@ def labels_shifted_by_one(plant):
 
     def planted(*arguments):
         blocks = healthy(*arguments)
-        blocks.labels_AK = blocks.labels_AK.roll(-1, dims=1)
+        blocks.labels_AJ = blocks.labels_AJ.roll(-1, dims=1)
         return blocks
 
     for user in (learner, test_objective):

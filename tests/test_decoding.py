@@ -188,7 +188,7 @@ def test_prompt_of_one_token_and_prompt_with_the_mask_id(qwen3):
 class RandomDrafter:
     """The decoding side of a drafter without a mind: hidden states that depend on context, tokens and positions."""
 
-    spec = SimpleNamespace(family="dflash")
+    spec = SimpleNamespace(family="dflash", sample_from_anchor=False)
 
     def new_cache(self):
         return []
@@ -256,7 +256,7 @@ class SureDrafter:
     """Its hidden states of a block's slots are given: over a head of unit vectors they are the logits themselves."""
 
     def __init__(self, logits_JV):
-        self.logits_JV, self.spec = logits_JV, SimpleNamespace(family="dflash")
+        self.logits_JV, self.spec = logits_JV, SimpleNamespace(family="dflash", sample_from_anchor=False)
 
     def draft(self, cache, block_embeddings, positions):
         return torch.cat((torch.zeros(1, self.logits_JV.shape[1]), self.logits_JV))

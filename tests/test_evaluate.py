@@ -94,7 +94,9 @@ def test_equal_prompts_are_sampled_apart_and_loops_are_the_answers(evaluate, tmp
 def test_the_baseline_copies_blocks_of_the_size_that_is_measured(evaluate):
     """Lost otherwise: a fair race. With blocks of 2 copying, too, proposes one token at a time."""
     report, _ = evaluate("--block-size", 2, "--max-new-tokens", 200)
-    copied = [[prompt_lookup(prompt["prompt_ids"], prompt["output_ids"], size) for prompt in report["per_prompt"]] for size in (2, BLOCK)]
+    copied = [
+        [prompt_lookup(prompt["prompt_ids"], prompt["output_ids"], size) for prompt in report["per_prompt"]] for size in (1, BLOCK - 1)
+    ]
     assert report["prompt_lookup_tau"] == mean_tau(copied[0]) < mean_tau(copied[1])
 
 
@@ -150,20 +152,20 @@ def test_slots_count_only_where_the_answer_tested_them():
         Answer([1], [5, 6, 7, 8, 9], accepted=[1, 1], matched=[1, 2], tried=[2, 2]),
         Answer([1], [5, 6], accepted=[0], matched=[0], tried=[1]),
     ]
-    report = summarize(answers, [], BLOCK)
+    report = summarize(answers, [], BLOCK - 1)
     assert report["tau"] == pytest.approx(5 / 3)
     assert report["accepted_histogram"] == [1, 2, 0, 0]
     assert report["cumulative_acceptance"] == pytest.approx([2 / 3, 1 / 3, 0])
     assert report["conditional_acceptance"] == [pytest.approx(2 / 3), 0.5, None]
     whole = Answer([1], [5, 6, 7, 8, 9, 3], accepted=[3, 0], matched=[3, 0], tried=[3, 1])
-    assert summarize([whole], [], BLOCK)["full_accept_rate"] == 0.5, "of all verifications, not of those that came so far"
+    assert summarize([whole], [], BLOCK - 1)["full_accept_rate"] == 0.5, "of all verifications, not of those that came so far"
 
 
 def test_lossless_is_equal_to_the_end():
     """Lost otherwise: the promise itself. An answer that goes on where plain decoding ended, or ends before it, is another answer."""
     plain = [Answer([1], tokens) for tokens in ([5, 6], [5, 6], [5, 6, 7], [5, 6, 7])]
     answers = [Answer([1], tokens) for tokens in ([5, 6], [5, 6, 7], [5, 6], [5, 9, 7])]
-    assert summarize(answers, plain, BLOCK)["lossless"] == 1
+    assert summarize(answers, plain, BLOCK - 1)["lossless"] == 1
 
 
 def test_prompt_lookup_copies_from_prompt_and_answer():
@@ -171,14 +173,14 @@ def test_prompt_lookup_copies_from_prompt_and_answer():
     prompt, tokens = [1, 2, 3, 4, 5, 6, 1, 2], [3, 4, 5, 6, 9, 9, 9, 9, 9]
     # prefill gave 3; [1 2 3] was followed by 4 5 6: all three drafts right, then 9 is the target's own;
     # 9 is new: nothing to copy, 9 emitted; then 9 9 copies itself to the end
-    assert prompt_lookup(prompt, tokens, block_size=4) == [3, 0, 2]
-    assert prompt_lookup([1], [2, 3, 4], block_size=4) == [0, 0]
-    assert prompt_lookup([1], [2], block_size=4) == []
-    assert prompt_lookup([1, 2, 9, 1, 2, 3, 1], [2, 3, 4], block_size=4) == [1], "1 2 was last followed by 3"
+    assert prompt_lookup(prompt, tokens, drafts=3) == [3, 0, 2]
+    assert prompt_lookup([1], [2, 3, 4], drafts=3) == [0, 0]
+    assert prompt_lookup([1], [2], drafts=3) == []
+    assert prompt_lookup([1, 2, 9, 1, 2, 3, 1], [2, 3, 4], drafts=3) == [1], "1 2 was last followed by 3"
 
 
 def test_table_survives_a_run_without_verifications():
     """Lost otherwise: an hour's run that crashes while printing, because every answer was one token long."""
-    summary = summarize([Answer([1], [2])], [], BLOCK) | {"tree_budget": None, "seconds_speculative": 1.0}
+    summary = summarize([Answer([1], [2])], [], BLOCK - 1) | {"tree_budget": None, "seconds_speculative": 1.0}
     about = {"temperature": 0, "block_size": BLOCK, "dtype": "float32", "device": "cpu", "prompt_lookup_tau": None, "loops": 0.0}
     assert "chain" in table(summary | about | {"runs": [summary], "per_prompt": []})

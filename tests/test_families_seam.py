@@ -80,7 +80,7 @@ class Bigram(DrafterFamily):
             super().first_values(name, value, spec, generator)
 
     def loss(self, drafter, hidden_AJD, vocabulary, blocks, config, final_hidden_TD):
-        before_AJ = torch.cat((blocks.tokens_U[:-1, None], blocks.labels_AK[:, 1:-1]), dim=1)
+        before_AJ = torch.cat((blocks.tokens_U[:-1, None], blocks.labels_AJ[:, :-1]), dim=1)
         bias = lambda span: drafter.token_bias(before_AJ[span].flatten())  # noqa: E731
         return base_loss(hidden_AJD, vocabulary, blocks, config, final_hidden_TD, bias=bias)
 

@@ -48,9 +48,9 @@ def random_hidden(*shape, seed=2):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).requires_grad_()
 
 
-def hidden_that_says(tokens_AK, vocabulary):
+def hidden_that_says(tokens_AJ, vocabulary):
     """Hidden states whose best token under an orthonormal head is the given one."""
-    return vocabulary.head[tokens_AK[:, 1:]].detach()
+    return vocabulary.head[tokens_AJ].detach()
 
 
 # Anchors
@@ -128,13 +128,13 @@ def test_labels_stop_at_the_documents_end_and_at_the_first_unsupervised_token():
     anchor = np.array([1, 5, 7, 11, 15], np.int32)
     keep = np.array([True, True, True, True, False])
     blocks = build_blocks(row, anchor, keep, 5, MASK)
-    expected = ["01100", "01000", "01111", "01000", "00000"]
-    assert ["".join(str(int(v)) for v in slots) for slots in blocks.valid_AK] == expected
-    assert blocks.labels_AK[2].tolist() == [0, *row.tokens[8:12].tolist()]
+    expected = ["1100", "1000", "1111", "1000", "0000"]
+    assert ["".join(str(int(v)) for v in slots) for slots in blocks.valid_AJ] == expected
+    assert blocks.labels_AJ[2].tolist() == row.tokens[8:12].tolist()
     assert blocks.tokens_U.tolist() == [*row.tokens[anchor].tolist(), MASK]
     assert blocks.positions_AK[3].tolist() == [4, 5, 6, 7, 8] and blocks.lo_A[:4].tolist() == [0, 0, 7, 7]
     assert blocks.context_positions_T.tolist() == [*range(7), *range(6), *range(3)]
-    torch.testing.assert_close(blocks.weights_AK[2], torch.tensor([0.0, *np.exp(-np.arange(4) / 4.0)], dtype=torch.float32))
+    torch.testing.assert_close(blocks.weights_AJ[2], torch.tensor(np.exp(-np.arange(4) / 4.0), dtype=torch.float32))
 
 
 @pytest.mark.parametrize("length", [1, 2, 4, 5])
@@ -144,15 +144,15 @@ def test_documents_shorter_than_a_block(length):
     blocks = blocks_of(row, 16, 5)
     own = blocks.keep_A & (blocks.anchor_A < length)
     assert own.sum() == length - 1
-    assert blocks.valid_AK[own].sum(1).tolist() == [min(4, length - 1 - a) for a in range(length - 1)]
+    assert blocks.valid_AJ[own].sum(1).tolist() == [min(4, length - 1 - a) for a in range(length - 1)]
 
 
 def test_gamma_follows_the_block_size():
     """The decay that DFlash tuned for its block sizes is the default; a set value wins."""
     row = make_row([40])
-    second = {b: blocks_of(row, 1, b).weights_AK[0, 2].item() for b in (8, 9, 10, 16)}
+    second = {b: blocks_of(row, 1, b).weights_AJ[0, 1].item() for b in (8, 9, 10, 16)}
     assert second == pytest.approx({b: np.exp(-1 / g) for b, g in ((8, 4), (9, 4.5), (10, 5), (16, 7))})
-    assert blocks_of(row, 1, 16, gamma=2.0).weights_AK[0, 2].item() == pytest.approx(np.exp(-0.5))
+    assert blocks_of(row, 1, 16, gamma=2.0).weights_AJ[0, 1].item() == pytest.approx(np.exp(-0.5))
 
 
 # Losses
@@ -165,10 +165,10 @@ def reference(hidden, vocabulary, blocks, config, final_hidden):
         z = vocabulary.head @ h
         return F.log_softmax(z if vocabulary.softcap is None else vocabulary.softcap * torch.tanh(z / vocabulary.softcap), dim=0)
 
-    slots = [(a, k) for a, k in itertools.product(range(hidden.shape[0]), range(1, 1 + hidden.shape[1])) if blocks.valid_AK[a, k]]
+    slots = [(a, k) for a, k in itertools.product(range(hidden.shape[0]), range(1, 1 + hidden.shape[1])) if blocks.valid_AJ[a, k - 1]]
     log_q = {(a, k): logprobs(hidden[a, k - 1]) for a, k in slots}
     p = {(a, k): logprobs(final_hidden[blocks.anchor_A[a] + k - 1]).exp() for a, k in slots}
-    nll = {s: -log_q[s][blocks.labels_AK[s]] for s in slots}
+    nll = {(a, k): -log_q[a, k][blocks.labels_AJ[a, k - 1]] for a, k in slots}
     kl = {s: (p[s] * (p[s].log() - log_q[s])).sum() for s in slots}
     tv = {s: 1 - torch.minimum(p[s], log_q[s].exp()).sum() for s in slots}
     share = {}
@@ -228,10 +228,10 @@ def test_a_bias_on_the_logits_is_learnt_with_them(softcap):
     row = make_row([9, 6], mask="111110111" + "111111", row_tokens=18)
     vocabulary, blocks, hidden = random_vocabulary(softcap), blocks_of(row, 13, 4, gamma=2.0), random_hidden(13, 3, D)
     table = random_hidden(V, V, seed=5)
-    before_AJ = torch.cat((blocks.tokens_U[:-1, None], blocks.labels_AK[:, 1:-1]), dim=1)
+    before_AJ = torch.cat((blocks.tokens_U[:-1, None], blocks.labels_AJ[:, :-1]), dim=1)
     log_q = (vocabulary.logits(hidden) + table[before_AJ]).log_softmax(-1)
-    nll_AJ = -log_q.gather(-1, blocks.labels_AK[:, 1:, None])[..., 0]
-    expected = (nll_AJ * blocks.weights_AK[:, 1:]).sum()
+    nll_AJ = -log_q.gather(-1, blocks.labels_AJ[..., None])[..., 0]
+    expected = (nll_AJ * blocks.weights_AJ).sum()
     gradients = torch.autograd.grad(expected, (hidden, table))
     for head, chunk_anchors in itertools.product(("fused", "checkpoint"), (None, 1, 5)):
         bias = lambda span: table[before_AJ[span].flatten()]  # noqa: E731
@@ -239,7 +239,7 @@ def test_a_bias_on_the_logits_is_learnt_with_them(softcap):
         torch.testing.assert_close(result.loss_sum, expected)
         for got, gradient in zip(torch.autograd.grad(result.loss_sum, (hidden, table)), gradients, strict=True):
             torch.testing.assert_close(got, gradient)
-        hit_AJ = (log_q.argmax(-1) == blocks.labels_AK[:, 1:]) & blocks.valid_AK[:, 1:]
+        hit_AJ = (log_q.argmax(-1) == blocks.labels_AJ) & blocks.valid_AJ
         assert torch.equal(result.metrics["accuracy"][0], hit_AJ.sum(0)), "what is measured is what the family proposes"
 
 
@@ -269,7 +269,7 @@ def test_packed_equals_unpacked():
         alone = Row(packed.tokens[first:stop], np.zeros(stop - first, np.int32), packed.loss_mask[first:stop], stop - first, 1)
         anchors = len(candidates(alone))
         blocks = blocks_of(alone, anchors, 4)
-        for name in ("positions_AK", "labels_AK", "valid_AK"):
+        for name in ("positions_AK", "labels_AJ", "valid_AJ"):
             assert torch.equal(getattr(blocks, name), getattr(whole_blocks, name)[used : used + anchors]), name
         assert torch.equal(blocks.tokens_U[:-1], whole_blocks.tokens_U[used : used + anchors])
         parts.append(base_loss(hidden[used : used + anchors], vocabulary, blocks, config))
@@ -299,8 +299,8 @@ def test_metrics_of_a_hand_written_example():
     vocabulary = Vocabulary(torch.eye(V), torch.eye(V), 1.0, None)
     row = make_row([9])
     blocks = build_blocks(row, np.array([0, 6], np.int32), np.array([True, True]), 4, MASK)  # labels 1-3; 7, 8
-    says = blocks.labels_AK.clone()
-    says[0, 2] = MASK  # hits 1, 0, 1 and 1, 1
+    says = blocks.labels_AJ.clone()
+    says[0, 1] = MASK  # hits 1, 0, 1 and 1, 1
     result = base_loss(hidden_that_says(says, vocabulary), vocabulary, blocks, ObjectiveConfig())
     assert [t.tolist() for t in result.metrics["accuracy"]] == [[2, 1, 1], [2, 2, 1]]
     assert [t.tolist() for t in result.metrics["accepted"]] == [[2, 1, 0], [2, 2, 1]]
@@ -310,7 +310,7 @@ def test_metrics_of_a_hand_written_example():
 
 def labels_or_none(blocks):
     """Labels of the predicted slots, -1 where a slot has none: int64 [A, J]."""
-    return blocks.labels_AK[:, 1:].masked_fill(~blocks.valid_AK[:, 1:], -1)
+    return blocks.labels_AJ.masked_fill(~blocks.valid_AJ, -1)
 
 
 def accepted_by_chain(hidden_AJD, vocabulary, blocks):
@@ -353,8 +353,9 @@ def test_the_replay_equals_greedy_speculative_decoding(seed):
     says, accepted = {}, []
     for anchor, keep in every_anchor(row, 7):
         blocks = build_blocks(row, anchor, keep, K, MASK)
-        proposal = torch.from_numpy(np.where(rng.random((7, K)) < 0.7, row.tokens[np.minimum(anchor[:, None] + np.arange(K), 63)], MASK))
-        says |= {int(a): p[1:].tolist() for a, p, kept in zip(anchor, proposal, keep, strict=True) if kept}
+        index = np.minimum(anchor[:, None] + np.arange(1, K), 63)
+        proposal = torch.from_numpy(np.where(rng.random((7, K - 1)) < 0.7, row.tokens[index], MASK))
+        says |= {int(a): p.tolist() for a, p, kept in zip(anchor, proposal, keep, strict=True) if kept}
         accepted += accepted_by_chain(hidden_that_says(proposal, vocabulary), vocabulary, blocks).tolist()
     emitted, verifications = acceptance.replay(accepted.__getitem__, row)
     assert (emitted.tolist(), verifications.tolist()) == decode_greedily(row, says, K)
@@ -405,8 +406,8 @@ def test_a_tree_along_rank_zero_is_the_chain():
     row, vocabulary = make_row([12, 7]), random_vocabulary()
     anchor, keep = every_anchor(row, 32)[0]
     blocks = build_blocks(row, anchor, keep, 4, MASK)
-    right = torch.rand(blocks.labels_AK.shape, generator=torch.Generator().manual_seed(0)) < 0.7
-    hidden = hidden_that_says(torch.where(right, blocks.labels_AK, 1), vocabulary).double()
+    right = torch.rand(blocks.labels_AJ.shape, generator=torch.Generator().manual_seed(0)) < 0.7
+    hidden = hidden_that_says(torch.where(right, blocks.labels_AJ, 1), vocabulary).double()
     proposer, anchors_A = IndependentSlots(vocabulary), blocks.tokens_U[:-1]
     chain_AJ, children = proposer.chain(hidden, anchors_A), proposer.children(hidden, anchors_A, width=1)
     for block, chain in zip(children, chain_AJ.tolist(), strict=True):

@@ -7,11 +7,11 @@ from typing import Any
 from common.decoding.speculate import Answer
 
 
-def summarize(answers: Sequence[Answer], plain: Sequence[Answer], block_size: int) -> dict[str, Any]:
-    """The numbers of one run over all prompts; `plain` are the answers of plain decoding, or none."""
+def summarize(answers: Sequence[Answer], plain: Sequence[Answer], drafts: int) -> dict[str, Any]:
+    """The numbers of one run over all prompts, of chains of `drafts` tokens; `plain` are the answers of plain decoding, or none."""
     accepted, matched, tried = ([n for answer in answers for n in getattr(answer, name)] for name in ("accepted", "matched", "tried"))
-    reached = [sum(n >= slot for n in matched) for slot in range(1, block_size)]
-    tested = [sum(n >= slot for n in tried) for slot in range(1, block_size)]
+    reached = [sum(n >= slot for n in matched) for slot in range(1, drafts + 1)]
+    tested = [sum(n >= slot for n in tried) for slot in range(1, drafts + 1)]
     histogram, seconds = Counter(accepted), sum((answer.seconds for answer in answers), Counter())
     seconds_plain = sum(answer.seconds["total"] for answer in plain)
     return {
@@ -19,7 +19,7 @@ def summarize(answers: Sequence[Answer], plain: Sequence[Answer], block_size: in
         "prompts": len(answers),
         "tokens": sum(len(answer.tokens) for answer in answers),
         "verifications": len(accepted),
-        "accepted_histogram": [histogram[n] for n in range(block_size)],
+        "accepted_histogram": [histogram[n] for n in range(drafts + 1)],
         "cumulative_acceptance": [ratio(n, len(matched)) for n in reached],
         "conditional_acceptance": [ratio(n, m) for n, m in zip(reached, tested, strict=True)],
         "full_accept_rate": ratio(reached[-1], len(matched)),
@@ -31,10 +31,10 @@ def summarize(answers: Sequence[Answer], plain: Sequence[Answer], block_size: in
     }
 
 
-def prompt_lookup(prompt: list[int], tokens: list[int], block_size: int, longest: int = 3) -> list[int]:
+def prompt_lookup(prompt: list[int], tokens: list[int], drafts: int, longest: int = 3) -> list[int]:
     """What copying would have had accepted on the way to the same answer: no drafter, no features.
 
-    Proposes block_size - 1 tokens that followed the latest earlier occurrence of the last `longest` (or fewer) tokens.
+    Proposes the `drafts` tokens that followed the latest earlier occurrence of the last `longest` (or fewer) tokens.
     Returns accepted drafts per verification, counted as in Answer. Source: github.com/apoorvumang/prompt-lookup-decoding.
     """
     text, accepted, done = prompt + tokens, [], len(prompt) + 1
@@ -46,11 +46,11 @@ def prompt_lookup(prompt: list[int], tokens: list[int], block_size: int, longest
                 after[tuple(text[end - n : end])] = end
         indexed = max(indexed, done - 1)
         grams = (tuple(text[done - n : done]) for n in range(min(longest, done), 0, -1))
-        source, drafts = next((after[gram] for gram in grams if gram in after), None), 0
+        source, copied = next((after[gram] for gram in grams if gram in after), None), 0
         if source is not None:  # a copy may run into what it has just copied
-            while drafts < block_size - 1 and done + drafts < len(text) and text[source + drafts] == text[done + drafts]:
-                drafts += 1
-        accepted.append(min(drafts, len(text) - done - 1))
+            while copied < drafts and done + copied < len(text) and text[source + copied] == text[done + copied]:
+                copied += 1
+        accepted.append(min(copied, len(text) - done - 1))
         done += accepted[-1] + 1
     return accepted
 
@@ -70,7 +70,7 @@ def table(report: Mapping[str, Any]) -> str:
         lines.append(f"{name:24}{number(run['tau'], 7)}{speed}   {equal}")
     if gaps := [p["difference"]["score_gap"] for p in report["per_prompt"] if "difference" in p]:
         lines.append(f"{len(gaps)} answers part from plain decoding where the target's own scores differ by at most {max(gaps):.3g}")
-    slots = range(1, report["block_size"])
+    slots = range(1, len(report["cumulative_acceptance"]) + 1)
     lines += ["", f"{'slot':24}" + "".join(f"{slot:6}" for slot in slots)]
     for name in ("cumulative_acceptance", "conditional_acceptance"):
         lines.append(f"{name.replace('_', ' '):24}" + "".join(number(share, 6) for share in report[name]))

@@ -103,6 +103,7 @@ class BlockDrafter(DraftModel):
         self.drafter, self.vocabulary, self.tree_budget = drafter, vocabulary, tree_budget
         self.proposer = FAMILIES[drafter.spec.family].proposer(drafter, vocabulary)
         self.masks = [mask_token_id] * (block_size - 1)
+        self.slots = range(0 if drafter.spec.sample_from_anchor else 1, block_size)  # those that predict
 
     def begin(self) -> None:
         self.cache = self.drafter.new_cache()
@@ -114,11 +115,11 @@ class BlockDrafter(DraftModel):
         device = self.vocabulary.embedding.device
         ids = torch.tensor([token, *self.masks], device=device)
         hidden = self.drafter.draft(self.cache, self.vocabulary.embed(ids), torch.arange(position, position + len(ids), device=device))
-        hidden_AJD, anchor_A = hidden[None, 1:], ids[:1]
+        hidden_AJD, anchor_A = hidden[None, self.slots.start :], ids[:1]
         if self.tree_budget is None:
-            return Proposal(self.proposer.chain(hidden_AJD, anchor_A)[0].tolist(), list(range(len(self.masks))))
+            return Proposal(self.proposer.chain(hidden_AJD, anchor_A)[0].tolist(), list(range(len(self.slots))))
         (children,) = self.proposer.children(hidden_AJD, anchor_A, self.tree_budget)
-        nodes = build_tree(children, token, len(self.masks), self.tree_budget)
+        nodes = build_tree(children, token, len(self.slots), self.tree_budget)
         return Proposal([token for _, _, token in nodes], [parent + 1 for parent, _, _ in nodes])
 
 

@@ -7,11 +7,11 @@ A packet's blocks are computed with two savings, which change no result:
 - The first slot of a block holds its anchor's token and every other slot the mask token, so only U = A + 1 of the N = A*K rows that
   enter the first layer are distinct. Its norms and projections run on the distinct rows; `Slots.expand` then gives every slot its row,
   just before the positions enter.
-- The first slot proposes nothing. Behind its attention the last layer therefore runs on the predicted slots alone, which `Slots.select`
+- Where the first slot predicts nothing, the last layer runs behind its attention on the predicted slots alone, which `Slots.select`
   picks out.
 
-Legend: T context tokens, A anchors, K block slots, N = A*K rows (one a slot), U = A + 1 distinct rows of the first layer, D hidden,
-M taps, F = M*D, H heads, G key/value heads, d head dimension, I width of the MLP.
+Legend: T context tokens, A anchors, K block slots, J predicted slots, N = A*K rows (one a slot), U = A + 1 distinct rows of the first
+layer, D hidden, M taps, F = M*D, H heads, G key/value heads, d head dimension, I width of the MLP.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -49,7 +49,7 @@ class Slots(NamedTuple):
         return torch.where(first_K, distinct_U[: self.anchors, None], distinct_U[self.anchors :, None]).flatten(0, 1)
 
     def select(self, all_N: Tensor) -> Tensor:
-        """The rows of the predicted slots, which are all but each block's first: [N, ...] -> [A * (K - 1), ...]."""
+        """The rows of all slots but each block's first: [N, ...] -> [A * (K - 1), ...]."""
         return all_N.unflatten(0, (self.anchors, self.block_size))[:, 1:].flatten(0, 1)
 
 
@@ -198,7 +198,7 @@ class Drafter(nn.Module):
     def forward(
         self, embeddings_UD: Tensor, positions_AK: Tensor, features_TF: Tensor, context_positions_T: Tensor, packet_mask: PacketMask
     ) -> Tensor:
-        """Hidden states of the predicted slots (all but the first) of a packet's blocks, ready for the head: [A, K - 1, D].
+        """Hidden states of the predicted slots of a packet's blocks, ready for the head: [A, J, D].
 
         embeddings_UD are those of the anchors' tokens and, last, of the mask token. Positions count in each token's own document.
         """
@@ -207,8 +207,9 @@ class Drafter(nn.Module):
         windows = {t: self.spec.window if t == SLIDING else None for t in dict.fromkeys(self.spec.layer_types)}
         masks = {t: mask_of(mask_spec, packet_mask, window) for t, window in windows.items()}
         contexts = self._contexts(features_TF, context_positions_T)
-        hidden = self._blocks(embeddings_UD, positions_AK.flatten(), contexts, masks, slots.expand, slots.select)
-        return hidden.unflatten(0, (slots.anchors, slots.block_size - 1))
+        select = every_row if self.spec.sample_from_anchor else slots.select
+        hidden = self._blocks(embeddings_UD, positions_AK.flatten(), contexts, masks, slots.expand, select)
+        return hidden.unflatten(0, (slots.anchors, -1))
 
     def new_cache(self) -> Cache:
         """An empty cache of context keys and values per layer, for `extend` and `draft`."""

@@ -80,7 +80,7 @@ def engine_notes(config: Mapping[str, Any], spec: DrafterSpec, target: TargetSpe
         "not bfloat16": dtype != "bfloat16",
         "features not bfloat16": feature_dtype != "bfloat16",
     }
-    values = {"drafts": spec.block_size - 1, "last_layer": target.layers - 1, "dtype": dtype, "feature_dtype": feature_dtype}
+    values = {"drafts": spec.proposals, "last_layer": target.layers - 1, "dtype": dtype, "feature_dtype": feature_dtype}
     notes: dict[str, list[str]] = {}
     for line in ENGINES_PAGE.read_text().splitlines():
         parts = [part.strip() for part in line.strip("|").split("|")]

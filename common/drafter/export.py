@@ -114,10 +114,10 @@ def exported_config(spec: DrafterSpec, target: TargetSpec, architecture: str, dt
     }
 
 
-def read_spec(folder: str | Path, config: Mapping[str, Any], family: str, options: Any) -> DrafterSpec:
+def read_spec(folder: str | Path, config: Mapping[str, Any], family: str, options: Any, sample_from_anchor: bool) -> DrafterSpec:
     """The DrafterSpec in an exported drafter's config.json, ours or another trainer's.
 
-    `config` is the parsed file, `family` the family's name and `options` its own settings.
+    `config` is the parsed file, `family` the family's name, `options` its own settings and `sample_from_anchor` its way.
     Raises: UserError if a field is missing or the drafter has a vocabulary of its own.
     """
     path = Path(folder) / "config.json"
@@ -133,6 +133,7 @@ def read_spec(folder: str | Path, config: Mapping[str, Any], family: str, option
         return DrafterSpec(
             family=family,
             options=options,
+            sample_from_anchor=sample_from_anchor,
             hidden_size=number(config, "hidden_size"),
             intermediate_size=number(config, "intermediate_size"),
             layers=layers,

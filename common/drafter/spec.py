@@ -21,6 +21,7 @@ class DrafterSpec:
     """Everything that an exported drafter's config.json says.
 
     `taps` are target layers, `target_layers` the target's depth, `options` the settings that only its family has (a frozen dataclass).
+    With `sample_from_anchor` a block's first slot, which holds the anchor's token, predicts the token after it.
     """
 
     hidden_size: int
@@ -46,6 +47,12 @@ class DrafterSpec:
     eos_token_ids: tuple[int, ...]
     family: str = "dflash"
     options: Any = None
+    sample_from_anchor: bool = False
+
+    @property
+    def proposals(self) -> int:
+        """Predicted slots of a block: all but the anchor's own, or all where it predicts, too."""
+        return self.block_size - 1 + self.sample_from_anchor
 
     @classmethod
     def resolve(cls, config: DrafterConfig, target: TargetSpec, folder: str | Path, used_ids: Iterable[int] = ()) -> "DrafterSpec":

@@ -3,7 +3,7 @@
 A family is one file beside this one. It may add modules to the backbone, terms to the loss, a way of proposing tokens, keys to the
 exported form and settings to the `drafter` section; whatever it leaves alone is plain DFlash.
 
-Legend: A anchors, K block slots, J = K - 1 predicted slots, D hidden, T tokens of a row.
+Legend: A anchors, J predicted slots, D hidden, T tokens of a row.
 """
 
 from abc import ABC, abstractmethod
@@ -56,6 +56,8 @@ class DrafterFamily(ABC):
     name: str
     architecture: str
     options: type | None = None
+    sample_from_anchor: bool = False
+    """Whether a block's first slot, which holds the anchor's token, predicts the token after it."""
 
     def modules(self, spec: DrafterSpec, **kind: Any) -> dict[str, nn.Module]:
         """Modules beside the backbone's, by the name under which their tensors are trained and exported; `kind` is dtype and device."""
@@ -124,7 +126,7 @@ class DrafterFamily(ABC):
             options = None if self.options is None else self.options(**self.read_options(config))
         except KeyError as missing:
             raise UserError(f"{folder}/config.json lacks {missing}: this is no exported {self.name} drafter") from None
-        return read_spec(folder, config, self.name, options)
+        return read_spec(folder, config, self.name, options, self.sample_from_anchor)
 
     def load(self, folder: str | Path) -> tuple[DrafterSpec, dict[str, Tensor]]:
         """Spec and state dict of an exported drafter of this family, ours or another trainer's.

@@ -49,7 +49,8 @@ def resolve_spec(config: DrafterConfig, target: TargetSpec, folder: str | Path, 
     Raises: UserError for taps, mask tokens or dimensions that do not fit the target, or the drafter that `drafter.init` names.
     """
     if config.init in FROM_SCRATCH:
-        return DrafterSpec.resolve(config, target, folder, used_ids)
+        spec = DrafterSpec.resolve(config, target, folder, used_ids)
+        return dataclasses.replace(spec, sample_from_anchor=FAMILIES[config.family].sample_from_anchor)
     return _continued(config, target, folder, used_ids)
 
 

@@ -30,7 +30,7 @@ def replay_row(
     for anchor, keep in every_anchor(row, anchors):
         blocks, kept = blocks_of(anchor, keep), int(keep.sum())
         hidden, anchors_A = hidden_of(blocks), blocks.tokens_U[:-1]
-        labels_AJ = blocks.labels_AK[:, 1:].masked_fill(~blocks.valid_AK[:, 1:], -1)
+        labels_AJ = blocks.labels_AJ.masked_fill(~blocks.valid_AJ, -1)
         right_AJ = proposer.chain(hidden, anchors_A) == labels_AJ
         accepted.append(right_AJ.int().cumprod(1).sum(1)[:kept].cpu().numpy())
         labels.append(labels_AJ[:kept].cpu().numpy())

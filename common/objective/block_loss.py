@@ -1,6 +1,6 @@
 """The loss of a packet's blocks by the drafter's shared head, and how well its proposals do while it learns.
 
-Legend: A anchors, K block slots, J = K - 1 predicted slots, D hidden, T tokens of the row.
+Legend: A anchors, J predicted slots, D hidden, T tokens of the row.
 """
 
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ def base_loss(
     Shapes: hidden_AJD [A, J, D]; final_hidden_TD [T, D], the target's hidden states after its norm (for losses that distil). Units: nats.
     Metrics: loss (weighted), nll (plain mean over valid slots), and those of `acceptance_metrics`.
     """
-    loss, labels_AJ, valid_AJ = LOSSES[config.loss], blocks.labels_AK[:, 1:], blocks.valid_AK[:, 1:]
+    loss, labels_AJ, valid_AJ = LOSSES[config.loss], blocks.labels_AJ, blocks.valid_AJ
     teacher = _teacher(final_hidden_TD, blocks, labels_AJ) if loss.distils else None
     terms_CAJ, nll_AJ, hit_AJ = slot_terms(hidden_AJD, vocabulary, labels_AJ, loss, config.head, teacher, bias, chunk_anchors)
     return weighted(loss.combine(terms_CAJ, valid_AJ), nll_AJ, hit_AJ, blocks, config)
@@ -50,8 +50,8 @@ def base_loss(
 
 def weighted(value_AJ: Tensor, nll_AJ: Tensor, hit_AJ: Tensor, blocks: Blocks, config: ObjectiveConfig) -> Result:
     """The Result of slots' values: weighted, summed and measured. `hit_AJ` says where the proposed token is the label."""
-    valid_AJ = blocks.valid_AK[:, 1:]
-    weights_AJ = blocks.weights_AK[:, 1:] if config.weights == "decay" else confidence_weights(nll_AJ, valid_AJ, config.alpha)
+    valid_AJ = blocks.valid_AJ
+    weights_AJ = blocks.weights_AJ if config.weights == "decay" else confidence_weights(nll_AJ, valid_AJ, config.alpha)
     loss_sum, weight_sum = (weights_AJ * value_AJ).sum(), weights_AJ.sum()
     metrics = {
         "loss": (loss_sum.detach(), weight_sum),
@@ -66,7 +66,7 @@ def acceptance_metrics(correct_AJ: Tensor, blocks: Blocks) -> Metrics:
 
     Shapes: accuracy and accepted (unbroken from the first slot) [J]; tau (1 + accepted, per anchor) and empty are scalars.
     """
-    accepted_AJ, kept, valid_J = correct_AJ.int().cumprod(1), blocks.keep_A.sum(), blocks.valid_AK[:, 1:].sum(0)
+    accepted_AJ, kept, valid_J = correct_AJ.int().cumprod(1), blocks.keep_A.sum(), blocks.valid_AJ.sum(0)
     return {
         "accuracy": (correct_AJ.sum(0), valid_J),
         "accepted": (accepted_AJ.sum(0), valid_J),

@@ -1,9 +1,10 @@
 """Anchors, and the blocks of slots behind them. Pure functions on the host.
 
-An anchor is a supervised token whose successor is supervised too; its block holds the anchor's token and K - 1 masked slots, and
-slot k predicts the k-th token after the anchor. A slot counts while the labels up to it lie unbroken in one supervised document.
+An anchor is a supervised token whose successor is supervised too; its block holds the anchor's token and K - 1 masked slots, and J of
+its slots, the last ones, predict the 1st to J-th token after the anchor: all but the anchor's own slot, or (where the drafter samples from
+the anchor, too) all K. A prediction counts while the labels up to it lie unbroken in one supervised document.
 
-Legend: T tokens of the row, A anchors, K block slots.
+Legend: T tokens of the row, A anchors, K block slots, J predicted slots (K - 1 or K).
 Source: block drafting DFlash, arXiv 2602.06036.
 """
 
@@ -68,9 +69,8 @@ class Blocks:
     """A packet's blocks, on the host or on a device.
 
     Shapes: anchor_A (row index), lo_A (first row index of the anchor's document) int32, keep_A bool; tokens_U (U = A + 1: the
-    anchors' tokens, then the mask token, which every slot but the first holds) and labels_AK int64; positions_AK and context_positions_T
-    int32 (index in the document); valid_AK bool (slot 0 False); weights_AK float32 (decay where valid). `mask` says which keys the slots
-    see.
+    anchors' tokens, then the mask token, which every slot but the first holds) and labels_AJ int64; positions_AK and context_positions_T
+    int32 (index in the document); valid_AJ bool; weights_AJ float32 (decay where valid). `mask` says which keys the slots see.
     """
 
     anchor_A: Tensor
@@ -79,9 +79,9 @@ class Blocks:
     tokens_U: Tensor
     positions_AK: Tensor
     context_positions_T: Tensor
-    labels_AK: Tensor
-    valid_AK: Tensor
-    weights_AK: Tensor
+    labels_AJ: Tensor
+    valid_AJ: Tensor
+    weights_AJ: Tensor
     mask: PacketMask
 
     def to(self, device: torch.device | str) -> "Blocks":
@@ -100,18 +100,19 @@ def build_blocks(
     mask_token_id: int,
     gamma: float | None = None,
     window: int | None = None,
+    sample_from_anchor: bool = False,
 ) -> Blocks:
     """Build the blocks of a row's anchors on the host.
 
-    `gamma` None takes the block size's usual decay length; `window` is that of the drafter's sliding layers, if it has any.
+    `gamma` None takes the block size's usual decay length; `window` is that of the drafter's sliding layers, if it has any;
+    `sample_from_anchor` says that the anchor's own slot predicts, too.
     """
-    T, slot_K = len(row.tokens), np.arange(block_size)
+    T, slot_K, slot_J = len(row.tokens), np.arange(block_size), np.arange(block_size - 1 + sample_from_anchor)
     lo_A = np.where(keep_A, row.document_start[anchor_A], anchor_A).astype(np.int32)  # an empty slot has no context
-    index_AK = anchor_A[:, None] + slot_K
-    inside_AK = np.minimum(index_AK, T - 1)
-    counts_AK = (index_AK < T) & (row.document_start[inside_AK] == lo_A[:, None]) & (row.loss_mask[inside_AK] != 0) & keep_A[:, None]
-    valid_AK = np.logical_and.accumulate(counts_AK, axis=1)
-    valid_AK[:, 0] = False
+    index_AJ = anchor_A[:, None] + 1 + slot_J
+    inside_AJ = np.minimum(index_AJ, T - 1)
+    counts_AJ = (index_AJ < T) & (row.document_start[inside_AJ] == lo_A[:, None]) & (row.loss_mask[inside_AJ] != 0)
+    valid_AJ = np.logical_and.accumulate(counts_AJ, axis=1) & keep_A[:, None]
     gamma = gamma or np.interp(block_size, list(GAMMA), list(GAMMA.values()))
     arrays = dict(
         anchor_A=anchor_A,
@@ -120,9 +121,9 @@ def build_blocks(
         tokens_U=np.append(row.tokens[anchor_A], mask_token_id).astype(np.int64),
         positions_AK=(anchor_A - lo_A)[:, None] + slot_K.astype(np.int32),
         context_positions_T=row.positions(),
-        labels_AK=np.where(valid_AK, row.tokens[inside_AK], 0).astype(np.int64),
-        valid_AK=valid_AK,
-        weights_AK=(valid_AK * np.exp(-(slot_K - 1) / gamma)).astype(np.float32),
+        labels_AJ=np.where(valid_AJ, row.tokens[inside_AJ], 0).astype(np.int64),
+        valid_AJ=valid_AJ,
+        weights_AJ=(valid_AJ * np.exp(-slot_J / gamma)).astype(np.float32),
     )
     mask = packet_mask(MaskSpec(T, len(anchor_A), block_size), anchor_A, lo_A, keep_A, window)
     return Blocks(**{name: torch.from_numpy(array) for name, array in arrays.items()}, mask=mask)

@@ -2,10 +2,10 @@
 
 Two implementations of one function. `fused` computes the gradient with respect to the hidden states in the forward pass (by autograd
 over a chunk's logits, by hand where the loss says so) and keeps it: two products a row, no logits survive a chunk. `checkpoint` is the
-plain twin that autograd differentiates and recomputes: three products. Slot 0, the clean anchor, has no loss and no hidden state here;
-a block is never split over two chunks.
+plain twin that autograd differentiates and recomputes: three products. Slots that predict nothing have no hidden state here; a block is
+never split over two chunks.
 
-Legend: A anchors, K block slots, J = K - 1 predicted slots, D hidden, V vocabulary, T tokens, R = rows of a chunk, C loss terms.
+Legend: A anchors, J predicted slots of a block, D hidden, V vocabulary, T tokens, R = rows of a chunk, C loss terms.
 """
 
 from collections.abc import Callable, Sequence

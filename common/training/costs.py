@@ -79,7 +79,7 @@ class DrafterFlop:
         head = (6 if distils else 4) * spec.vocab_size * spec.hidden_size
         return cls(
             per_token=6 * (projection + keys_and_values),
-            per_block=spec.block_size * 6 * (matrices - projection) + (spec.block_size - 1) * head,
+            per_block=spec.block_size * 6 * (matrices - projection) + spec.proposals * head,
             per_pair=12 * spec.heads * spec.head_dim,
             spec=spec,
         )

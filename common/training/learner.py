@@ -95,8 +95,8 @@ class Learner:
 
     def _blocks(self, row: Row, anchor: np.ndarray, keep: np.ndarray) -> Blocks:
         spec = self.plan.drafter
-        gamma = self.plan.config.objective.gamma
-        return build_blocks(row, anchor, keep, spec.block_size, spec.mask_token_id, gamma, spec.window).to(self.device)
+        kind = spec.block_size, spec.mask_token_id, self.plan.config.objective.gamma, spec.window, spec.sample_from_anchor
+        return build_blocks(row, anchor, keep, *kind).to(self.device)
 
     def _result(self, features_TF: Tensor, blocks: Blocks) -> Result:
         final = features_TF[:, self._taps_width :] if self.plan.final_hidden else None
