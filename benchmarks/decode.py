@@ -60,7 +60,7 @@ def real(asked: argparse.Namespace, device: torch.device, dtype: torch.dtype) ->
 def random(tiny: bool, device: torch.device, dtype: torch.dtype) -> Subject:
     """The same with random weights and prompts; nothing stops an answer."""
     shape, spec = (eight_billion.TINY, drafter_step.TINY) if tiny else (eight_billion.QWEN3_8B, drafter_step.SPEC)
-    target = DecodingTarget(eight_billion.random_target(shape, device, dtype, "sdpa"), spec.taps)
+    target = DecodingTarget(eight_billion.random_target(shape, device, dtype), spec.taps)
     drafter = Drafter(spec, dtype, device).requires_grad_(False)
     for parameter in drafter.parameters():
         parameter.normal_(0, 0.02) if parameter.dim() > 1 else parameter.fill_(1.0)

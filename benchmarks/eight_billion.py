@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 from common.data.store import StoreWriter
 from common.drafter.spec import DrafterSpec
 from common.target.files import TargetSpec
-from common.target.model import attention_for
 from common.target.vocabulary import Vocabulary
 
 Shape = dict[str, Any]
@@ -28,13 +27,13 @@ TINY: Shape = QWEN3_8B | dict(
 )  # fmt: skip
 
 
-def random_target(shape: Shape, device: torch.device, dtype: torch.dtype, attention: str | None = None) -> PreTrainedModel:
-    """A transformers model of that shape with random weights, made on the device; `attention` None is a trainer's target's."""
+def random_target(shape: Shape, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """A transformers model of that shape with random weights, made on the device."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            model = AutoModelForCausalLM.from_config(Qwen3Config(**shape), attn_implementation=attention or attention_for(device, dtype))
+            model = AutoModelForCausalLM.from_config(Qwen3Config(**shape))
     finally:
         torch.set_default_dtype(before)
     return model.eval().requires_grad_(False)

@@ -48,8 +48,9 @@ class TargetConfig:
     """Compute type of the target and of the features that travel; float32 only for small targets and for exact comparisons."""
     trust_remote_code: bool = False
     """Run code that ships with the checkpoint. Leave it off unless you have read that code."""
-    execution: Literal["auto", "packed", "per_document"] = "auto"
-    """How the documents of a row run: `packed` (one forward), `per_document` (the reference), `auto` (packed where the family allows)."""
+    execution: Literal["auto", "packed", "batched", "per_document"] = "auto"
+    """How the documents of a row run: `packed` (one forward), `batched` (side by side), `per_document` (the reference), `auto` (the first
+    of them that a small row shows to be exact)."""
     compile: bool = True
     """Compile the target's layers on CUDA."""
 

@@ -4,9 +4,12 @@ import numpy as np
 import pytest
 import torch
 from conftest import build_target
+from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig
 
 from common.data.rows import Row
 from common.errors import UserError
+from common.target import execution
+from common.target.attention import VARLEN, register_varlen, varlen_attention
 from common.target.model import Target, load_model
 
 
@@ -60,10 +63,10 @@ def test_auto_chooses_packed_only_where_it_is_exact(tiny_target, monkeypatch):
     """A family whose packed forward leaks between documents must run one by one, or be refused when packed was asked for."""
     _, subject = capture(tiny_target, row_of([5, 6], 0), [1])
     assert subject.execution == "packed"
-    monkeypatch.setattr(Target, "_packed_difference", lambda self: 0.3)
+    monkeypatch.setattr(execution, "relative_difference", lambda *_: 0.3)
     _, subject = capture(tiny_target, row_of([5, 6], 0), [1])
     assert subject.execution == "per_document"
-    with pytest.raises(UserError, match="per_document"):
+    with pytest.raises(UserError, match=r"use target\.execution"):
         capture(tiny_target, row_of([5, 6], 0), [1], execution="packed")
 
 
@@ -87,10 +90,67 @@ def test_taps_out_of_range_are_refused(tiny_target):
         capture(tiny_target, row_of([5], 0), [1, 4])
 
 
+SMALL = dict(
+    vocab_size=256, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+    max_position_embeddings=512, initializer_range=0.2, pad_token_id=None, bos_token_id=None, eos_token_id=1, sliding_window=8,
+)  # fmt: skip
+OWN_ATTENTION = {
+    "sinks and windows": lambda **more: GptOssConfig(**SMALL | more, num_local_experts=4, num_experts_per_tok=2),
+    "a cap and windows": lambda **more: Gemma2Config(**SMALL | more, attn_logit_softcapping=2.0),
+}
+
+
+def build(config, folder, seed=0):
+    """Write a random model of a family, its norms, biases and sinks random too."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter += 0.3 * torch.randn(parameter.shape)
+    model.save_pretrained(folder)
+
+
+@pytest.mark.parametrize("family", OWN_ATTENTION)
+def test_attention_with_sinks_caps_and_windows_keeps_them_in_packed_rows(tmp_path, family):
+    """gpt-oss and Gemma2 without their sinks or caps are other models, by a tenth: the drafter would learn from a stranger's features."""
+    build(OWN_ATTENTION[family](), tmp_path)
+    row = row_of([12, 25, 3], padding=3)
+    model = load_model(tmp_path, torch.device("cpu"), torch.float32)
+    subject = Target(model, [0, 3])
+    subject._use(execution.Way("packed", VARLEN))
+    packed = torch.zeros(len(row.tokens), subject.width)
+    subject.capture(row, packed)
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
+    seen = []
+    for tap in (0, 3):
+        whole.model.layers[tap].register_forward_hook(lambda _, __, output: seen.append(output[0] if isinstance(output, tuple) else output))
+    for begin, end in row.spans():
+        seen.clear()
+        with torch.no_grad():
+            whole(torch.from_numpy(row.tokens[begin:end]).long()[None], use_cache=False)
+        torch.testing.assert_close(packed[begin:end], torch.cat([x.view(end - begin, -1) for x in seen], -1), atol=2e-5, rtol=2e-5)
+
+
+def test_packed_attention_refuses_what_it_does_not_know():
+    """An argument that is swallowed changes every feature, and half precision is too coarse to show it."""
+    register_varlen()
+    query = torch.zeros(1, 2, 4, 8)
+    bounds = torch.tensor([0, 4], dtype=torch.int32)
+    with pytest.raises(UserError, match="position_bias"):
+        varlen_attention(torch.nn.Module(), query, query, query, None, cu_seq_lens_q=bounds, max_length_q=4, position_bias=query)
+    with pytest.raises(UserError, match="document lengths"):
+        varlen_attention(torch.nn.Module(), query, query, query, None)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="variable-length attention runs on CUDA only")
-def test_variable_length_attention_equals_one_by_one(tmp_path):
+@pytest.mark.parametrize("family", ["plain", *OWN_ATTENTION])
+def test_variable_length_attention_equals_one_by_one(tmp_path, family):
     """The fast path of every real run: no farther from float32 than its slow twin is in the same precision."""
-    build_target(tmp_path, head_dim=64)
+    if family == "plain":
+        build_target(tmp_path, head_dim=64)
+    else:
+        build(OWN_ATTENTION[family](head_dim=64), tmp_path)
     row, device = row_of([1, 2, 100, 61, 300], padding=48), torch.device("cuda")
 
     def features(dtype, execution):

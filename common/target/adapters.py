@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from common.errors import UserError
 
 ROWS, NARROW = 32, 16
 TOLERANCE = 1e-3
+LAYER_INDICES = frozenset(("layer_idx", "layer_id", "layer_number"))
+"""Settings by which alike layers differ: they are read by caches only."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,51 @@ def vocabulary_rules(folder: Path, trust_remote_code: bool = False) -> Vocabular
     return VocabularyRules(_plain(scale), _plain(logit_scale), None if softcap is None else _plain(softcap))
 
 
+def decoder_of(model: PreTrainedModel) -> Any:
+    """The decoder inside a model: what holds its layers, without towers for pictures or sound and without the head.
+
+    Raises: UserError if none keeps a list of layers.
+    """
+    candidates = [model.get_decoder(), *(getattr(model, name, None) for name in ("language_model", "model"))]
+    found = next((decoder for decoder in candidates if decoder is not None and _layers_name(decoder)), None)
+    if found is None:
+        raise UserError(f"target family {model.config.model_type}: its decoder keeps no list of layers, so none can be tapped")
+    return found
+
+
+def decoder_layers(decoder: Any) -> nn.ModuleList:
+    """The layers of a decoder, in order."""
+    return getattr(decoder, _layers_name(decoder))
+
+
+def set_layers(decoder: Any, layers: nn.ModuleList) -> None:
+    """Have a decoder run these layers only."""
+    setattr(decoder, _layers_name(decoder), layers)
+
+
+def _layers_name(decoder: Any) -> str:
+    """Families call the list `layers`, `h` or `blocks`, and others keep further lists beside it; empty if there is none."""
+    lists = {name: len(child) for name, child in decoder.named_children() if isinstance(child, nn.ModuleList)}
+    return "layers" if "layers" in lists else max(lists, key=lambda name: lists[name], default="")
+
+
+def layer_signature(layer: nn.Module) -> tuple[Any, ...]:
+    """All of a layer that decides how it compiles: its modules, their settings and shapes. Layers alike in it share a compiled kernel."""
+    return tuple(
+        (
+            name,
+            type(module).__name__,
+            tuple(sorted((key, value) for key, value in vars(module).items() if _is_setting(key, value))),
+            tuple((key, tuple(p.shape), p.dtype) for key, p in module.named_parameters(recurse=False)),
+        )
+        for name, module in layer.named_modules()
+    )
+
+
+def _is_setting(key: str, value: Any) -> bool:
+    return isinstance(value, (bool, int, float, str, type(None))) and not key.startswith("__") and key not in LAYER_INDICES
+
+
 def _miniature(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
     """The target's own classes at one layer and a few rows, in float32. What it is, is unchanged: its width, its multipliers, its norms."""
     try:
@@ -95,11 +142,9 @@ def _shrink(config: PreTrainedConfig) -> None:
 def _run(model: PreTrainedModel) -> tuple[Tensor, Tensor, Tensor]:
     """What reaches the first layer, what the decoder gives out, and the logits, of all rows: [N, D], [N, D], [N, N]."""
     seen: list[Tensor] = []
-    decoder: Any = model.get_decoder()
-    if not hasattr(decoder, "layers"):
-        raise UserError(f"target family {model.config.model_type}: its decoder keeps no list of layers, so none can be tapped")
+    decoder = decoder_of(model)
     hooks = [
-        decoder.layers[0].register_forward_pre_hook(
+        decoder_layers(decoder)[0].register_forward_pre_hook(
             lambda _, inputs, kwargs: seen.append(inputs[0] if inputs else kwargs["hidden_states"]), with_kwargs=True
         ),
         decoder.register_forward_hook(lambda _, inputs, output: seen.append(output[0])),

@@ -1,39 +1,39 @@
 """The frozen target: loaded once, tapped at some layers, stopped after the last of them.
 
-Documents of one row never see each other. `per_document` runs them one by one and is the reference; `packed` runs the whole row in one
-forward whose positions restart at every document, in half precision on CUDA through variable-length attention.
+Documents of one row never see each other. One by one (`per_document`) is the reference. `packed` runs the whole row in one forward whose
+positions restart at every document; `batched` runs documents side by side, filled up on the right, for families whose layers carry a
+state from token to token.
 
-Legend: T tokens of a row, N tokens of a document, D hidden size, M taps, F = M*D (+ D when the final hidden state travels too).
+Legend: T tokens of a row, B documents of a batch, N tokens of its longest, D hidden size, M taps, F = M*D (+ D when the final hidden
+state travels too).
 """
 
 import functools
-import inspect
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface, PreTrainedModel
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from common import compile_cache
 from common.data.rows import Row
 from common.errors import UserError
+from common.target.adapters import decoder_layers, decoder_of, layer_signature, set_layers
+from common.target.attention import VARLEN, register_varlen
+from common.target.execution import BATCHED, PACKED, PER_DOCUMENT, Way, choose, document_batches, relative_difference, trial_row
 from common.target.loading import load_causal_lm
 
-VARLEN = "packed_varlen"  # our name among transformers' attention functions
-VARLEN_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters)
-LAYER_KINDS = {"full_attention", "sliding_attention"}
-PACKED_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.15}
-"""Largest relative difference of a token's features, packed against apart: rounding over many layers stays below, a leak does not."""
+CUT_TOLERANCE = 1e-3
+"""Largest relative difference that leaving out later layers may make to a tap: the rounding of kernels that add in any order."""
 
 
 class Target:
     """A causal language model (of transformers) that gives out hidden states and nothing else.
 
-    No row holds more than `row_documents` documents.
+    No row holds more than `row_documents` documents. `fallbacks` says in words which faster ways this family cannot take, and why.
 
     Raises: UserError for taps out of range and for families that cannot run as asked.
     """
@@ -47,30 +47,32 @@ class Target:
         compile_layers: bool = True,
         row_documents: int = 64,
     ):
-        device, dtype = model.device, model.dtype
-        self.device, self.dtype, self.taps, self.final_hidden = device, dtype, tuple(taps), final_hidden
+        self.device, self.dtype, self.taps, self.final_hidden = model.device, model.dtype, tuple(taps), final_hidden
         self._slots = row_documents + 1  # the padding runs as a document too
-        self.decoder: Any = model.get_decoder()
+        self.decoder = decoder_of(model)
         self.hidden_size = self.decoder.config.hidden_size
-        layers: Any = self.decoder.layers
+        layers = decoder_layers(self.decoder)
         if any(not 0 <= tap < len(layers) for tap in taps):
             raise UserError(f"drafter.taps={list(taps)}: the target has layers 0..{len(layers) - 1}")
-        if not final_hidden:
-            self.decoder.layers = layers[: max(taps) + 1]
-            self.decoder.config.num_hidden_layers = max(taps) + 1
-            self.decoder.norm = nn.Identity()
-        self._varlen = attention_for(device, dtype) == VARLEN
-        self._out: Any = None  # where the hooks write the forward in flight
+        self._reference = self.way = Way(PER_DOCUMENT, self.decoder.config._attn_implementation)
+        self._destination: Any = None  # where the hooks write the forward in flight
         for index, tap in enumerate(taps):
             layers[tap].register_forward_hook(functools.partial(self._write, index))
-        self.execution = self._choose(execution)
-        if compile_layers and self._varlen and self.execution == "packed":  # other attention gets a mask or none, by the row
+        if not final_hidden:
+            self._cut(max(taps) + 1)
+        self.fallbacks = self._choose(execution)
+        if compile_layers and self.way == Way(PACKED, VARLEN):  # other attention gets a mask or none, by the row
             self._compile()
 
     @property
     def width(self) -> int:
         """Values per token: the taps' hidden states and, if asked for, the final one."""
         return (len(self.taps) + self.final_hidden) * self.hidden_size
+
+    @property
+    def execution(self) -> str:
+        """How the documents of a row run."""
+        return self.way.execution
 
     @torch.no_grad()
     def capture(self, row: Row, out_TF: Tensor) -> None:
@@ -80,140 +82,113 @@ class Target:
         """
         if row.valid == 0:
             out_TF.zero_()
-        elif self.execution == "packed":
-            self._forward(row.tokens, row.positions(), out_TF, self._lengths(row))
-        else:
+        elif self.execution == PACKED:
+            self._forward(row.tokens[None], row.positions()[None], (out_TF, None, None), self._varlen_arguments(row))
+        elif self.execution == PER_DOCUMENT:
             out_TF[row.valid :].zero_()
             for begin, end in row.spans():
-                self._forward(row.tokens[begin:end], np.arange(end - begin, dtype=np.int32), out_TF[begin:end], None)
+                positions_1N = np.arange(end - begin, dtype=np.int32)[None]
+                self._forward(row.tokens[None, begin:end], positions_1N, (out_TF[begin:end], None, None), {})
+        else:
+            out_TF[row.valid :].zero_()
+            for batch in document_batches(row):
+                positions_BN = np.broadcast_to(np.arange(batch.tokens_BN.shape[1], dtype=np.int32), batch.tokens_BN.shape)
+                destination = out_TF, self._ship(batch.source), self._ship(batch.rows)
+                self._forward(batch.tokens_BN, positions_BN, destination, {})
 
-    def _forward(self, tokens_N: np.ndarray, positions_N: np.ndarray, out_NF: Tensor, lengths: np.ndarray | None) -> None:
-        ids = self._ship(tokens_N.astype(np.int64))
-        positions = self._ship(positions_N.astype(np.int64))
-        self._out = out_NF
-        extra = {} if lengths is None or not self._varlen else self._varlen_arguments(lengths)
-        final = self.decoder(input_ids=ids[None], position_ids=positions[None], use_cache=False, **extra)[0]
+    def features(self, row: Row, way: Way) -> Tensor:
+        """Features of a row run in a given way: [T, F]."""
+        self._use(way)
+        out_TF = torch.zeros(len(row.tokens), self.width, dtype=self.dtype, device=self.device)
+        self.capture(row, out_TF)
+        return out_TF
+
+    def _use(self, way: Way) -> None:
+        self.way = way
+        if self.decoder.config._attn_implementation != way.attention:
+            self.decoder.set_attn_implementation(way.attention)
+
+    def _choose(self, asked: str) -> list[str]:
+        """Take the fastest way that is exact; returns why faster ones are not taken."""
+        own, varlen = self._reference.attention, register_varlen()
+        half = self.device.type == "cuda" and self.dtype in (torch.bfloat16, torch.float16)
+        ways = [Way(PACKED, varlen)] if half else [Way(PACKED, own), Way(PACKED, varlen)]
+        config = self.decoder.config
+        kinds = set(getattr(config, "layer_types", None) or ())
+        way, refused = choose(asked, [*ways, Way(BATCHED, own)], self._reference, self.features, kinds, config.vocab_size, self.hidden_size)
+        self._use(way)
+        return refused
+
+    def _cut(self, layers: int) -> None:
+        """Leave out the layers behind the last tap, if that changes no tap: some families look at their last layers first.
+
+        The norm behind them stays: some families use it elsewhere, and it costs nothing.
+        """
+        row = trial_row(self.decoder.config.vocab_size)
+        truth, whole = self.features(row, self._reference), decoder_layers(self.decoder)
+        set_layers(self.decoder, whole[:layers])
+        try:
+            difference = relative_difference(self.features(row, self._reference), truth, self.hidden_size)
+        except Exception:  # the code of any family runs here
+            difference = np.inf
+        if difference > CUT_TOLERANCE:
+            set_layers(self.decoder, whole)
+
+    def _forward(
+        self,
+        tokens_BN: np.ndarray,
+        positions_BN: np.ndarray,
+        destination: tuple[Tensor, Tensor | None, Tensor | None],
+        extra: dict[str, Any],
+    ) -> None:
+        ids, positions = self._ship(tokens_BN.astype(np.int64)), self._ship(positions_BN.astype(np.int64))
+        self._destination = destination
+        final = self.decoder(input_ids=ids, position_ids=positions, use_cache=False, **extra)[0]
         if self.final_hidden:
-            out_NF[:, len(self.taps) * self.hidden_size :].copy_(final[0])
-        self._out = None
+            self._keep(len(self.taps), final)
+        self._destination = None
 
     def _ship(self, array: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))
         return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
 
     def _write(self, index, layer, inputs, output):
-        hidden = output[0] if isinstance(output, tuple) else output
-        self._out[:, index * self.hidden_size : (index + 1) * self.hidden_size].copy_(hidden[0])
+        self._keep(index, output[0] if isinstance(output, tuple) else output)
 
-    @staticmethod
-    def _lengths(row: Row) -> np.ndarray:
-        """Lengths of a row's documents, its padding as one more."""
-        starts = np.flatnonzero(row.document_start == np.arange(len(row.tokens)))
-        return np.diff(np.append(starts, len(row.tokens)))
+    def _keep(self, index, hidden_BND):
+        """Write a hidden state into its columns of the features, each token where it belongs."""
+        out_TF, source, rows = self._destination
+        columns, hidden = out_TF[:, index * self.hidden_size : (index + 1) * self.hidden_size], hidden_BND.flatten(0, 1)
+        if source is None:
+            columns.copy_(hidden)
+        else:
+            columns[rows] = hidden[source].to(columns.dtype)
 
-    def _varlen_arguments(self, lengths):
-        """Cumulative lengths, filled up with empty documents to one length for all rows, so that nothing recompiles."""
-        cumulative = np.full(self._slots + 1, lengths.sum(), np.int32)
-        cumulative[: len(lengths) + 1] = np.concatenate([[0], np.cumsum(lengths)])
+    def _varlen_arguments(self, row):
+        """Cumulative lengths, the padding as one more document, filled up with empty ones to one length for all rows, so that nothing
+        recompiles."""
+        if self.way.attention != VARLEN:
+            return {}
+        total = len(row.tokens)
+        starts = np.flatnonzero(row.document_start == np.arange(total))
+        cumulative = np.full(self._slots + 1, total, np.int32)
+        cumulative[: len(starts)] = starts
         on_device = self._ship(cumulative)
-        total = int(lengths.sum())
         return {"cu_seq_lens_q": on_device, "cu_seq_lens_k": on_device, "max_length_q": total, "max_length_k": total}
 
-    def _choose(self, execution):
-        """`packed` where the family runs its documents apart in one forward: checked on a small row, not believed."""
-        kinds = set(getattr(self.decoder.config, "layer_types", None) or ["full_attention"])
-        if execution == "per_document" or not kinds <= LAYER_KINDS:
-            if execution == "packed":
-                raise UserError(
-                    f"target.execution=packed: layers {sorted(kinds - LAYER_KINDS)} carry state over documents; use per_document"
-                )
-            return self._plain_attention()
-        difference = self._packed_difference()
-        if difference <= PACKED_TOLERANCE[self.dtype]:
-            return "packed"
-        if execution == "packed":
-            raise UserError(
-                f"target.execution=packed: documents of one row change each other by {difference:.1e}; use target.execution=per_document"
-            )
-        return self._plain_attention()
-
-    def _plain_attention(self):
-        self._varlen = False
-        self.decoder.set_attn_implementation("sdpa")
-        return "per_document"
-
-    def _packed_difference(self):
-        """Largest relative difference, over tokens and taps, between a packed row of two documents and the documents by themselves."""
-        N, vocabulary = 24, self.decoder.config.vocab_size
-        tokens = (np.arange(2 * N) * 7919 % vocabulary).astype(np.int32)
-        row = Row(tokens, np.repeat([0, N], N).astype(np.int32), np.ones(2 * N, np.uint8), 2 * N, 2)
-        packed, apart = (torch.zeros(2 * N, self.width, dtype=self.dtype, device=self.device) for _ in range(2))
-        for self.execution, out in (("packed", packed), ("per_document", apart)):
-            if self.execution == "per_document" and self._varlen:
-                self.decoder.set_attn_implementation("sdpa")
-            self.capture(row, out)
-        if self._varlen:
-            self.decoder.set_attn_implementation(VARLEN)
-        packed, apart = (x.float().unflatten(1, (-1, self.hidden_size)) for x in (packed, apart))
-        return float(((packed - apart).norm(dim=-1) / apart.norm(dim=-1).clamp(min=1e-12)).max())
-
     def _compile(self):
-        def run(layer, hidden_states, kwargs):
-            return type(layer).forward(layer, hidden_states, **kwargs)
+        def run(layer, args, kwargs):
+            return type(layer).forward(layer, *args, **kwargs)
 
-        kinds = getattr(self.decoder.config, "layer_types", None) or ["full_attention"] * len(self.decoder.layers)
-        for layer, kind in zip(self.decoder.layers, kinds, strict=False):
-            compiled = compile_cache.handle("target_layer", run, self.device, signature=(self.hidden_size, self.dtype, kind))
+        for layer in decoder_layers(self.decoder):
+            compiled = compile_cache.handle("target_layer", run, self.device, signature=(self.dtype, layer_signature(layer)))
             layer.forward = functools.partial(_call_layer, compiled, layer)
 
 
-def _call_layer(compiled, layer, hidden_states, **kwargs):
-    return compiled(layer, hidden_states, kwargs)
-
-
-def varlen_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    cu_seq_lens_q: Tensor | None = None,
-    max_length_q: int | None = None,
-    sliding_window: int | None = None,
-    **other: Any,
-) -> tuple[Tensor, None]:
-    """transformers' attention interface over torch's variable-length attention: causal within each document.
-
-    Shapes: query [1, H, T, d], key and value [1, G, T, d] -> [1, T, H, d].
-    """
-    if unknown := [name for name in ("softcap", "s_aux") if other.get(name) is not None]:
-        raise UserError(f"target.execution=packed does not know this family's attention ({', '.join(unknown)}); use per_document")
-    if cu_seq_lens_q is None or max_length_q is None:
-        raise UserError("this target family does not pass document lengths on to its attention; use target.execution=per_document")
-    query, key, value = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
-    # torch 2.11 has no grouped heads here
-    options: dict[str, Any] = {"window_size": (-1 if sliding_window is None else sliding_window - 1, 0)}
-    if "enable_gqa" in VARLEN_OPTIONS:
-        options["enable_gqa"] = True
-    else:
-        key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
-    if scaling is not None:
-        options["scale"] = scaling
-    out = varlen_attn(query, key, value, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, **options)
-    return cast(Tensor, out)[None], None
-
-
-def attention_for(device: torch.device, dtype: torch.dtype) -> str:
-    """The name of transformers' attention function for a target on this device: variable-length attention where it runs."""
-    AttentionInterface.register(VARLEN, varlen_attention)
-    return VARLEN if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) else "sdpa"
+def _call_layer(compiled, layer, *args, **kwargs):
+    return compiled(layer, args, kwargs)
 
 
 def load_model(folder: str | Path, device: torch.device, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
-    """A frozen causal language model from a folder of safetensors, its attention ready for packed documents.
-
-    Raises: UserError if it does not load whole.
-    """
-    kind = attention_for(device, dtype)
-    return load_causal_lm(folder, dtype, device, "target.path", trust_remote_code, attn_implementation=kind)
+    """A frozen causal language model from a folder of safetensors. Raises: UserError if it does not load whole."""
+    return load_causal_lm(folder, dtype, device, "target.path", trust_remote_code)
