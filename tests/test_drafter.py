@@ -141,9 +141,9 @@ def test_projecting_the_mask_token_once_changes_nothing(tiny_target, kind):
     all_rows = torch.cat([embeddings[[j] + [-1] * (K - 1)] for j in range(A)])
     blocks, few = twin._blocks, []
 
-    def every_row_computed(x, positions, contexts, masks, expand, select):
+    def every_row_computed(x, positions, contexts, masks, slots, distinct, predicted):
         few.append(len(x))
-        return blocks(all_rows, positions, contexts, masks, select=select)
+        return blocks(all_rows, positions, contexts, masks, slots, predicted=predicted)
 
     twin._blocks = every_row_computed
     slow = run(twin, embeddings, features, anchors, STARTS)

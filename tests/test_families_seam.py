@@ -11,7 +11,7 @@ from typing import Annotated
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_train_equals_serve import build_pair, check_export, check_replay
+from test_train_equals_serve import build_pair, check_export, check_replay, drafted_from
 from torch import nn
 
 import evaluate_drafter
@@ -40,20 +40,20 @@ class LeftToRight(Proposer):
     """A slot's logits are the head's and a bias for the token before it: the anchor's, then those proposed."""
 
     def __init__(self, bias, vocabulary):
-        self.bias, self.vocabulary = bias, vocabulary
+        self.bias, self.vocabulary, self.plain = bias, vocabulary, IndependentSlots(vocabulary)
 
     def logits(self, hidden_ND, before_N):
         return self.vocabulary.logits(hidden_ND).float() + self.bias(before_N)
 
     @torch.no_grad()
-    def chain(self, hidden_AJD, anchors_A):
-        tokens = [anchors_A]
-        for hidden_AD in hidden_AJD.unbind(1):
+    def chain(self, drafted):
+        tokens = [drafted.anchors_A]
+        for hidden_AD in drafted.hidden_AJD.unbind(1):
             tokens.append(self.logits(hidden_AD, tokens[-1]).argmax(-1))
         return torch.stack(tokens[1:], dim=1)
 
-    def children(self, hidden_AJD, anchors_A, width):
-        return [self.children_of(hidden_JD, width) for hidden_JD in hidden_AJD]
+    def children(self, drafted, width):
+        return [self.children_of(hidden_JD, width) for hidden_JD in drafted.hidden_AJD]
 
     def children_of(self, hidden_JD, width):
         @torch.no_grad()
@@ -79,10 +79,10 @@ class Bigram(DrafterFamily):
         else:
             super().first_values(name, value, spec, generator)
 
-    def loss(self, drafter, hidden_AJD, vocabulary, blocks, config, final_hidden_TD):
+    def loss(self, drafter, drafted, vocabulary, blocks, config, final_hidden_TD, progress):
         before_AJ = torch.cat((blocks.tokens_U[:-1, None], blocks.labels_AJ[:, :-1]), dim=1)
         bias = lambda span: drafter.token_bias(before_AJ[span].flatten())  # noqa: E731
-        return base_loss(hidden_AJD, vocabulary, blocks, config, final_hidden_TD, bias=bias)
+        return base_loss(drafted.hidden_AJD, vocabulary, blocks, config, final_hidden_TD, bias=bias)
 
     def proposer(self, drafter, vocabulary):
         return LeftToRight(drafter.token_bias, vocabulary)
@@ -120,12 +120,12 @@ def test_the_familys_own_part_is_learnt_and_proposes(pair):
     fresh = make_drafter(learner.plan.config.drafter, learner.plan.drafter, learner.plan.folder, "cpu", learner.plan.config.seed)
     assert not torch.equal(fresh.token_bias.weight, learner.model.token_bias.weight)
     hidden_AJD = torch.cat([pair.trained_hidden(row) for row in pair.rows])
-    anchors_A = torch.full((len(hidden_AJD),), 65)
-    alone = IndependentSlots(learner.vocabulary).chain(hidden_AJD, anchors_A)
-    assert not torch.equal(learner.proposer.chain(hidden_AJD, anchors_A), alone)
-    first = learner.proposer.children(hidden_AJD, anchors_A, width=4)[0]
+    drafted = drafted_from(hidden_AJD, torch.full((len(hidden_AJD),), 65))
+    chain_AJ = learner.proposer.chain(drafted)
+    assert not torch.equal(chain_AJ, learner.proposer.plain.chain(drafted))
+    first = learner.proposer.children(drafted, width=4)[0]
     assert first(1, 65) != first(1, 66)
-    chain = learner.proposer.chain(hidden_AJD[:1], anchors_A[:1])[0].tolist()
+    chain = chain_AJ[0].tolist()
     assert [first(depth, token)[0][0] for depth, token in enumerate([65, *chain[:-1]])] == chain
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from test_train_equals_serve import drafted_from
 
 from common import compile_cache
 from common.config import ObjectiveConfig
@@ -315,7 +316,7 @@ def labels_or_none(blocks):
 
 def accepted_by_chain(hidden_AJD, vocabulary, blocks):
     """How many tokens of each kept anchor's greedy proposal agree with the labels before the first that does not: int64 [N]."""
-    proposed_AJ = IndependentSlots(vocabulary).chain(hidden_AJD, blocks.tokens_U[:-1])
+    proposed_AJ = IndependentSlots(vocabulary).chain(drafted_from(hidden_AJD, blocks.tokens_U[:-1]))
     return (proposed_AJ == labels_or_none(blocks)).int().cumprod(1).sum(1)[blocks.keep_A]
 
 
@@ -409,7 +410,8 @@ def test_a_tree_along_rank_zero_is_the_chain():
     right = torch.rand(blocks.labels_AJ.shape, generator=torch.Generator().manual_seed(0)) < 0.7
     hidden = hidden_that_says(torch.where(right, blocks.labels_AJ, 1), vocabulary).double()
     proposer, anchors_A = IndependentSlots(vocabulary), blocks.tokens_U[:-1]
-    chain_AJ, children = proposer.chain(hidden, anchors_A), proposer.children(hidden, anchors_A, width=1)
+    drafted = drafted_from(hidden, anchors_A)
+    chain_AJ, children = proposer.chain(drafted), proposer.children(drafted, width=1)
     for block, chain in zip(children, chain_AJ.tolist(), strict=True):
         assert acceptance.build_tree(block, MASK, 3, 5) == [(i - 1, i + 1, token) for i, token in enumerate(chain)]
     accepted_N, kept = accepted_by_chain(hidden, vocabulary, blocks), int(keep.sum())

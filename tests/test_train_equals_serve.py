@@ -18,6 +18,7 @@ from common.data.store import StoreWriter
 from common.decoding.speculate import BlockDrafter, Chooser, Proposal, decode, speculate
 from common.decoding.target import DecodingTarget
 from common.drafter.spec import FULL, SLIDING
+from common.families.family import Drafted
 from common.families.registry import family_options
 from common.objective.blocks import candidates
 from common.target.files import read_json
@@ -107,6 +108,11 @@ def build_pair(folder, scratch, layer_types, **drafter):
 @pytest.fixture(scope="module", params=KINDS)
 def pair(request, tiny_target, tmp_path_factory):
     return build_pair(tiny_target, tmp_path_factory.mktemp("pair"), KINDS[request.param])
+
+
+def drafted_from(hidden_AJD, anchors_A):
+    """Drafted blocks of these slots, for proposers that need nothing else."""
+    return Drafted(hidden_AJD, anchors_A, hidden_AJD.new_zeros(0, 1), torch.full_like(anchors_A, -1))
 
 
 class Spy:

@@ -20,6 +20,7 @@ from transformers import DynamicCache
 
 from common.decoding.target import DecodingTarget, keep_rows, new_cache, tree_depths
 from common.drafter.backbone import Drafter
+from common.families.family import Drafted
 from common.families.registry import FAMILIES, load_exported
 from common.objective.acceptance import build_tree
 from common.target.vocabulary import Vocabulary
@@ -109,16 +110,17 @@ class BlockDrafter(DraftModel):
         self.cache = self.drafter.new_cache()
 
     def extend(self, features_NF: Tensor, start: int) -> None:
+        self.before_1F = features_NF[-1:]
         self.drafter.extend(self.cache, features_NF, torch.arange(start, start + len(features_NF), device=features_NF.device))
 
     def propose(self, token: int, position: int) -> Proposal:
         device = self.vocabulary.embedding.device
         ids = torch.tensor([token, *self.masks], device=device)
         hidden = self.drafter.draft(self.cache, self.vocabulary.embed(ids), torch.arange(position, position + len(ids), device=device))
-        hidden_AJD, anchor_A = hidden[None, self.slots.start :], ids[:1]
+        drafted = Drafted(hidden[None, self.slots.start :], ids[:1], self.before_1F, ids.new_zeros(1))
         if self.tree_budget is None:
-            return Proposal(self.proposer.chain(hidden_AJD, anchor_A)[0].tolist(), list(range(len(self.slots))))
-        (children,) = self.proposer.children(hidden_AJD, anchor_A, self.tree_budget)
+            return Proposal(self.proposer.chain(drafted)[0].tolist(), list(range(len(self.slots))))
+        (children,) = self.proposer.children(drafted, self.tree_budget)
         nodes = build_tree(children, token, len(self.slots), self.tree_budget)
         return Proposal([token for _, _, token in nodes], [parent + 1 for parent, _, _ in nodes])
 

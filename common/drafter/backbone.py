@@ -8,7 +8,9 @@ A packet's blocks are computed with two savings, which change no result:
   enter the first layer are distinct. Its norms and projections run on the distinct rows; `Slots.expand` then gives every slot its row,
   just before the positions enter.
 - Where the first slot predicts nothing, the last layer runs behind its attention on the predicted slots alone, which `Slots.select`
-  picks out.
+  picks out; where slots are mixed around the sublayers, which needs the first one too, they are picked out at the layer's end.
+
+A family may put a module of its own around each sublayer: see `Around`.
 
 Legend: T context tokens, A anchors, K block slots, J predicted slots, N = A*K rows (one a slot), U = A + 1 distinct rows of the first
 layer, D hidden, M taps, F = M*D, H heads, G key/value heads, d head dimension, I width of the MLP.
@@ -40,13 +42,16 @@ class Slots(NamedTuple):
     anchors: int
     block_size: int
 
-    def expand(self, distinct_U: Tensor) -> Tensor:
-        """Every slot's row out of the distinct ones: its anchor's for a block's first slot, the mask token's (the last) for the others.
+    def expand(self, distinct_U: Tensor, own: int = 1) -> Tensor:
+        """Every slot's row out of the distinct ones: a block's first `own` slots have a row each, all later slots share the last row.
 
-        Shapes: [U, ...] -> [N, ...].
+        Shapes: [A * own + 1, ...] -> [N, ...].
         """
-        first_K = (torch.arange(self.block_size, device=distinct_U.device) == 0).unflatten(0, (-1, *[1] * (distinct_U.dim() - 1)))
-        return torch.where(first_K, distinct_U[: self.anchors, None], distinct_U[self.anchors :, None]).flatten(0, 1)
+        slot_K = torch.arange(self.block_size, device=distinct_U.device).unflatten(0, (-1, *[1] * (distinct_U.dim() - 1)))
+        own_AO, rows = distinct_U[:-1].unflatten(0, (self.anchors, own)), distinct_U[-1:, None]
+        for slot in range(own):
+            rows = torch.where(slot_K == slot, own_AO[:, slot, None], rows)
+        return rows.flatten(0, 1)
 
     def select(self, all_N: Tensor) -> Tensor:
         """The rows of all slots but each block's first: [N, ...] -> [A * (K - 1), ...]."""
@@ -152,25 +157,52 @@ def add(x_ND: Tensor, y_ND: Tensor) -> Tensor:
     return (x_ND.float() + y_ND.float()).to(x_ND.dtype)
 
 
+Sublayer = Callable[[Tensor, RowMap], Tensor]
+"""Attention or MLP: (normed rows, the RowMap that gives every slot its row of them) -> its output."""
+
+
+class Around(nn.Module):
+    """What a layer does around a sublayer: nothing but call it. A family's module in its place changes the sublayer's input and output."""
+
+    mixes_slots = False
+    """Whether the slots of a block meet in it, so that the output of every slot is needed."""
+
+    def forward(self, sublayer: Sublayer, x: Tensor, slots: Slots, distinct: bool) -> Tensor:
+        """The sublayer's output, to be added to what came in.
+
+        Shapes: x [N, D], the normed rows, or with `distinct` [U, D] -> [rows that the sublayer gives, D].
+        """
+        return sublayer(x, slots.expand if distinct else every_row)
+
+
 class Layer(nn.Module):
     """Attention and MLP, each behind its norm and added to what came in."""
 
+    attention_conv: Around
+    mlp_conv: Around
+
     def __init__(self, spec: DrafterSpec, **kind: Any):
         super().__init__()
+        self.attention_conv, self.mlp_conv = Around(), Around()
         self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, **kind)
         self.self_attn = SelfAttention(spec, **kind)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, **kind)
         self.mlp = MLP(spec, **kind)
 
     def forward(
-        self, x: Tensor, rope_N22d: Tensor, context: KeysValues, mask: Mask, expand: RowMap = every_row, select: RowMap = every_row
+        self, x: Tensor, rope_N22d: Tensor, context: KeysValues, mask: Mask, slots: Slots, distinct: bool, predicted: bool
     ) -> Tensor:
-        """The layer's output of the `select` rows; attention alone needs all rows.
+        """The layer's output, with `predicted` of the predicted slots alone; attention needs all rows.
 
-        Shapes: x [N, D], or the distinct rows [U, D] of which `expand` makes N; rope_N22d [N, 2, 2, d/2] -> [rows of select, D].
+        Shapes: x [N, D], or with `distinct` [U, D]; rope_N22d [N, 2, 2, d/2] -> [N or A * (K - 1), D].
         """
-        x_ND = add(select(expand(x)), self.self_attn(self.input_layernorm(x), rope_N22d, context, mask, expand, select))
-        return add(x_ND, self.mlp(self.post_attention_layernorm(x_ND)))
+        expand, select = slots.expand if distinct else every_row, slots.select if predicted else every_row
+        mixed = self.attention_conv.mixes_slots or self.mlp_conv.mixes_slots
+        early, late = (every_row, select) if mixed else (select, every_row)
+        attention = lambda rows, expand: self.self_attn(rows, rope_N22d, context, mask, expand, early)  # noqa: E731
+        x_ND = add(early(expand(x)), self.attention_conv(attention, self.input_layernorm(x), slots, distinct))
+        mlp = lambda rows, expand: self.mlp(expand(rows))  # noqa: E731
+        return late(add(x_ND, self.mlp_conv(mlp, self.post_attention_layernorm(x_ND), slots, False)))
 
 
 class Drafter(nn.Module):
@@ -207,8 +239,9 @@ class Drafter(nn.Module):
         windows = {t: self.spec.window if t == SLIDING else None for t in dict.fromkeys(self.spec.layer_types)}
         masks = {t: mask_of(mask_spec, packet_mask, window) for t, window in windows.items()}
         contexts = self._contexts(features_TF, context_positions_T)
-        select = every_row if self.spec.sample_from_anchor else slots.select
-        hidden = self._blocks(embeddings_UD, positions_AK.flatten(), contexts, masks, slots.expand, select)
+        hidden = self._blocks(
+            embeddings_UD, positions_AK.flatten(), contexts, masks, slots, distinct=True, predicted=not self.spec.sample_from_anchor
+        )
         return hidden.unflatten(0, (slots.anchors, -1))
 
     def new_cache(self) -> Cache:
@@ -229,7 +262,7 @@ class Drafter(nn.Module):
         end = torch.tensor([n], device=positions_K.device)
         mask_spec = MaskSpec(row_tokens=n, anchors=1, block_size=K)
         sliding = dense_mask(mask_spec, end, end * 0, end == n, self.spec.window) if SLIDING in self.spec.layer_types else None
-        return self._blocks(block_embeddings_KD, positions_K, cache, {FULL: None, SLIDING: sliding})
+        return self._blocks(block_embeddings_KD, positions_K, cache, {FULL: None, SLIDING: sliding}, Slots(1, K))
 
     def _rope(self, positions_N: Tensor) -> Tensor:
         return rotations(positions_N.float()[:, None] * self.frequencies, self.table_factor)
@@ -245,12 +278,13 @@ class Drafter(nn.Module):
         positions_N: Tensor,
         contexts: Sequence[KeysValues],
         masks: Mapping[str, Mask],
-        expand: RowMap = every_row,
-        select: RowMap = every_row,
+        slots: Slots,
+        distinct: bool = False,
+        predicted: bool = False,
     ) -> Tensor:
-        """Hidden states behind the last norm: `expand` is for the rows of the first layer, `select` for those of the last."""
+        """Hidden states behind the last norm, from the `distinct` rows alone if so, of the `predicted` slots alone if so."""
         x, rope, last = x.to(self.fc.weight.dtype), self._rope(positions_N), len(self.layers) - 1
         for i, (layer, kind, context) in enumerate(zip(self.layers, self.spec.layer_types, contexts, strict=True)):
-            inputs = x, rope, context, masks[kind], expand if i == 0 else every_row, select if i == last else every_row
+            inputs = x, rope, context, masks[kind], slots, distinct and i == 0, predicted and i == last
             x = checkpoint(layer, *inputs, use_reentrant=False) if self.checkpointing and self.training else layer(*inputs)
         return self.norm(x)

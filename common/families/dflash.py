@@ -11,7 +11,7 @@ from torch import Tensor
 
 from common.config import ObjectiveConfig
 from common.drafter.backbone import Drafter
-from common.families.family import DrafterFamily, Proposer
+from common.families.family import Drafted, DrafterFamily, Proposer
 from common.objective.acceptance import Children
 from common.objective.block_loss import Result, base_loss
 from common.objective.blocks import Blocks
@@ -25,11 +25,11 @@ class IndependentSlots(Proposer):
     def __init__(self, vocabulary: Vocabulary):
         self.vocabulary = vocabulary
 
-    def chain(self, hidden_AJD: Tensor, anchors_A: Tensor) -> Tensor:
-        return best_tokens(hidden_AJD, self.vocabulary, 1)[1][..., 0]
+    def chain(self, drafted: Drafted) -> Tensor:
+        return best_tokens(drafted.hidden_AJD, self.vocabulary, 1)[1][..., 0]
 
-    def children(self, hidden_AJD: Tensor, anchors_A: Tensor, width: int) -> list[Children]:
-        logprobs_AJk, tokens_AJk = (x.cpu().numpy() for x in best_tokens(hidden_AJD, self.vocabulary, width))
+    def children(self, drafted: Drafted, width: int) -> list[Children]:
+        logprobs_AJk, tokens_AJk = (x.cpu().numpy() for x in best_tokens(drafted.hidden_AJD, self.vocabulary, width))
         return [self._children_of(tokens_Jk, logprobs_Jk) for tokens_Jk, logprobs_Jk in zip(tokens_AJk, logprobs_AJk, strict=True)]
 
     @staticmethod
@@ -48,13 +48,14 @@ class DFlash(DrafterFamily):
     def loss(
         self,
         drafter: Drafter,
-        hidden_AJD: Tensor,
+        drafted: Drafted,
         vocabulary: Vocabulary,
         blocks: Blocks,
         config: ObjectiveConfig,
         final_hidden_TD: Tensor | None,
+        progress: float,
     ) -> Result:
-        return base_loss(hidden_AJD, vocabulary, blocks, config, final_hidden_TD)
+        return base_loss(drafted.hidden_AJD, vocabulary, blocks, config, final_hidden_TD)
 
     def proposer(self, drafter: Drafter, vocabulary: Vocabulary) -> Proposer:
         return IndependentSlots(vocabulary)

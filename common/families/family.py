@@ -3,11 +3,12 @@
 A family is one file beside this one. It may add modules to the backbone, terms to the loss, a way of proposing tokens, keys to the
 exported form and settings to the `drafter` section; whatever it leaves alone is plain DFlash.
 
-Legend: A anchors, J predicted slots, D hidden, T tokens of a row.
+Legend: A anchors, J predicted slots, D hidden, T tokens of a row, F width of the target's features.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +28,34 @@ from common.target.files import TargetSpec, read_json
 from common.target.vocabulary import Vocabulary
 
 
+@dataclass(frozen=True)
+class Drafted:
+    """What the loss and the proposals of blocks are made from, while training as while decoding.
+
+    Shapes: hidden_AJD [A, J, D], the predicted slots behind the drafter's last norm; anchors_A int64 [A], the tokens before them;
+    features_TF [T, F], the target's features; before_A int64 [A], the row of them just before each anchor, -1 where there is none.
+    """
+
+    hidden_AJD: Tensor
+    anchors_A: Tensor
+    features_TF: Tensor
+    before_A: Tensor
+
+
 class Proposer(ABC):
     """Chooses a block's tokens from the hidden states of its slots. Chains, trees and the replay of held-out conversations all go
     through it, so that what is measured while training is what will be served.
-
-    Shapes: hidden_AJD [A, J, D], the predicted slots behind the drafter's last norm; anchors_A int64 [A], the tokens before them.
     """
 
+    plain: "Proposer | None" = None
+    """The same drafter's proposals without what its family adds to the head, where it adds anything: to see what that brings."""
+
     @abstractmethod
-    def chain(self, hidden_AJD: Tensor, anchors_A: Tensor) -> Tensor:
+    def chain(self, drafted: Drafted) -> Tensor:
         """The greedy proposal of every block: int64 [A, J]."""
 
     @abstractmethod
-    def children(self, hidden_AJD: Tensor, anchors_A: Tensor, width: int) -> list[Children]:
+    def children(self, drafted: Drafted, width: int) -> list[Children]:
         """For every block a function from a tree's node to the `width` best tokens that may follow it.
 
         What it gives for the best token of each slot, from the anchor on, must be the chain.
@@ -63,6 +79,20 @@ class DrafterFamily(ABC):
         """Modules beside the backbone's, by the name under which their tensors are trained and exported; `kind` is dtype and device."""
         return {}
 
+    def layer_modules(self, spec: DrafterSpec, **kind: Any) -> dict[str, nn.Module]:
+        """Modules of one layer, by their names in it: `attention_conv` and `mlp_conv` are called around its sublayers (`Around`)."""
+        return {}
+
+    def is_matrix(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether a parameter is a matrix that rows are multiplied by: Muon orthogonalises it, weight decay shrinks it.
+
+        Vectors are none, nor are tables of vectors (AdamW moves them, and nothing decays).
+        """
+        return len(shape) > 1
+
+    def validate(self, spec: DrafterSpec) -> None:  # noqa: B027  (most families have nothing to refuse)
+        """Refuse settings of this family that do not fit the drafter. Raises: UserError."""
+
     def first_values(self, name: str, value: Tensor, spec: DrafterSpec, generator: torch.Generator) -> None:
         """Fill `value`, on the CPU, with what the parameter `name` of a drafter from scratch starts with.
 
@@ -77,15 +107,18 @@ class DrafterFamily(ABC):
     def loss(
         self,
         drafter: Drafter,
-        hidden_AJD: Tensor,
+        drafted: Drafted,
         vocabulary: Vocabulary,
         blocks: Blocks,
         config: ObjectiveConfig,
         final_hidden_TD: Tensor | None,
+        progress: float,
     ) -> Result:
         """The loss of all blocks of a packet, and how well the family's own proposals do.
 
-        Shapes: hidden_AJD [A, J, D]; final_hidden_TD [T, D], the target's hidden states after its norm, where the loss needs them.
+        `progress` is the share of all steps that are done. `loss` and `nll` among the metrics are those of the head alone in every family,
+        `tau` and `accuracy` those of its proposals; `tau_plain` is the head's where they differ.
+        Shapes: final_hidden_TD [T, D], the target's hidden states after its norm, where the loss needs them.
         """
 
     def block_sizes(self, spec: DrafterSpec) -> range:
@@ -109,6 +142,9 @@ class DrafterFamily(ABC):
         drafter = Drafter(spec, dtype, device, checkpointing)
         for name, module in self.modules(spec, dtype=dtype, device=device).items():
             drafter.add_module(name, module)
+        for layer in drafter.layers:
+            for name, module in self.layer_modules(spec, dtype=dtype, device=device).items():
+                layer.add_module(name, module)
         return drafter
 
     def exported_shapes(self, spec: DrafterSpec) -> dict[str, tuple[int, ...]]:

@@ -50,8 +50,11 @@ def resolve_spec(config: DrafterConfig, target: TargetSpec, folder: str | Path, 
     """
     if config.init in FROM_SCRATCH:
         spec = DrafterSpec.resolve(config, target, folder, used_ids)
-        return dataclasses.replace(spec, sample_from_anchor=FAMILIES[config.family].sample_from_anchor)
-    return _continued(config, target, folder, used_ids)
+        spec = dataclasses.replace(spec, sample_from_anchor=FAMILIES[config.family].sample_from_anchor)
+    else:
+        spec = _continued(config, target, folder, used_ids)
+    FAMILIES[config.family].validate(spec)
+    return spec
 
 
 def _continued(config: DrafterConfig, target: TargetSpec, folder: str | Path, used_ids: Iterable[int]) -> DrafterSpec:

@@ -27,17 +27,23 @@ class Replay:
     """What a drafter proposes at every anchor of a row, in order, beside what was written there.
 
     Shapes: accepted_N int64, how many tokens of each chain would be accepted; tokens_N int64, the anchors' own tokens; labels_NJ int64, -1
-    where a slot has no label; children: of each anchor's tree.
+    where a slot has no label; children: of each anchor's tree; plain_N int64, as accepted_N of the proposer's `plain`, None without one.
     """
 
     accepted_N: np.ndarray
     tokens_N: np.ndarray
     labels_NJ: np.ndarray
     children: list[Children]
+    plain_N: np.ndarray | None = None
 
     def chain(self, row: Row) -> tuple[np.ndarray, np.ndarray]:
         """(emitted tokens, verifications), int64 per document of the row, of chain decoding."""
         return replay(lambda n: int(self.accepted_N[n]), row)
+
+    def plain(self, row: Row) -> tuple[np.ndarray, np.ndarray] | None:
+        """The same without what the drafter's family adds to the head; None where it adds nothing."""
+        plain_N = self.plain_N
+        return None if plain_N is None else replay(lambda n: int(plain_N[n]), row)
 
     def tree(self, row: Row, budget: int) -> tuple[np.ndarray, np.ndarray]:
         """The same where each verification checks a tree of `budget` nodes."""

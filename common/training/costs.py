@@ -73,7 +73,8 @@ class DrafterFlop:
     @classmethod
     def of(cls, spec: DrafterSpec, distils: bool) -> "DrafterFlop":
         drafter = on_meta(spec)
-        matrices = sum(p.numel() for p in drafter.parameters() if p.ndim >= 2)
+        is_matrix = FAMILIES[spec.family].is_matrix
+        matrices = sum(p.numel() for name, p in drafter.named_parameters() if is_matrix(name, tuple(p.shape)))
         projection = drafter.fc.weight.numel()
         keys_and_values = spec.layers * 2 * spec.kv_heads * spec.head_dim * spec.hidden_size
         head = (6 if distils else 4) * spec.vocab_size * spec.hidden_size

@@ -10,6 +10,7 @@ def heldout_totals(plan: RunPlan, assignment: Assignment, row: Row, replay: Repl
     """Totals of one validation row as {name: (emitted tokens, verifications)}.
 
     `heldout_tau` is the chain's acceptance length, `heldout_tau_tree` that of a tree of `validation.tree_budget` nodes,
+    `heldout_tau_plain` the chain's without what the drafter's family adds to the head (only where it adds anything),
     `heldout_tau/<source>` the chain's on one source of the data.
     """
     emitted, verifications = replay.chain(row)
@@ -18,6 +19,8 @@ def heldout_totals(plan: RunPlan, assignment: Assignment, row: Row, replay: Repl
         "heldout_tau": (float(emitted.sum()), float(verifications.sum())),
         "heldout_tau_tree": (float(tree[0].sum()), float(tree[1].sum())),
     }
+    if (plain := replay.plain(row)) is not None:
+        totals["heldout_tau_plain"] = (float(plain[0].sum()), float(plain[1].sum()))
     if plan.heldout is None or assignment.kind != VALIDATE:
         return totals
     names, documents = plan.heldout.store.source_names, plan.heldout.documents_of(*plan.schedule.row_of(assignment))

@@ -16,6 +16,7 @@ from common.data.rows import Row
 from common.distributed.packet import PacketBuffer
 from common.drafter import attention
 from common.drafter.export import split
+from common.families.family import Drafted
 from common.families.registry import FAMILIES
 from common.families.replay import replay_row
 from common.families.start import make_drafter
@@ -40,6 +41,7 @@ class Learner:
             config.optim,
             plan.schedule.steps,
             parts=lambda name, tensor: split(plan.drafter, {name: tensor}).values(),
+            is_matrix=FAMILIES[plan.drafter.family].is_matrix,
         )
         self.vocabulary = vocabulary or load_vocabulary(plan.target, getattr(torch, config.drafter.dtype), device)
         self.family = FAMILIES[plan.drafter.family]
@@ -77,9 +79,9 @@ class Learner:
 
     def replay(self, buffer: PacketBuffer) -> Replay:
         """What the drafter would propose at every possible anchor of a row, as a Replay."""
-        width = self.plan.config.validation.tree_budget
-        hidden_of = functools.partial(self._hidden, buffer.features)
-        return replay_row(buffer.row, self.plan.anchors, functools.partial(self._blocks, buffer.row), hidden_of, self.proposer, width)
+        width, blocks_of = self.plan.config.validation.tree_budget, functools.partial(self._blocks, buffer.row)
+        drafted_of = functools.partial(self._draft, buffer.features)
+        return replay_row(buffer.row, self.plan.anchors, blocks_of, drafted_of, self.proposer, width)
 
     def warm(self) -> None:
         """Compile everything, forward and backward, on a made-up packet."""
@@ -100,15 +102,18 @@ class Learner:
 
     def _result(self, features_TF: Tensor, blocks: Blocks) -> Result:
         final = features_TF[:, self._taps_width :] if self.plan.final_hidden else None
-        hidden = self._hidden(features_TF, blocks)
-        return self.family.loss(self.model, hidden, self.vocabulary, blocks, self.plan.config.objective, final)
+        progress = self.optimizer.steps_done / self.plan.schedule.steps
+        drafted = self._draft(features_TF, blocks)
+        return self.family.loss(self.model, drafted, self.vocabulary, blocks, self.plan.config.objective, final, progress)
 
-    def _hidden(self, features_TF: Tensor, blocks: Blocks) -> Tensor:
+    def _draft(self, features_TF: Tensor, blocks: Blocks) -> Drafted:
         taps = features_TF[:, : self._taps_width]
         if self.plan.config.drafter.zero_features:
             taps = torch.zeros_like(taps)
         embeddings = self.vocabulary.embed(blocks.tokens_U)
-        return self._forward(embeddings, blocks.positions_AK, taps, blocks.context_positions_T, blocks.mask)
+        hidden = self._forward(embeddings, blocks.positions_AK, taps, blocks.context_positions_T, blocks.mask)
+        before_A = torch.where(blocks.anchor_A > blocks.lo_A, blocks.anchor_A - 1, -1).long()
+        return Drafted(hidden, blocks.tokens_U[:-1], taps, before_A)
 
     def _run(self, *inputs: object) -> Tensor:
         return self.model(*inputs)

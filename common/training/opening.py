@@ -14,6 +14,7 @@ from common.config import OptimConfig
 from common.distributed.job import Job
 from common.distributed.layout import DRAFTER
 from common.errors import UserError
+from common.families.registry import FAMILIES
 from common.training.checkpoint import Checkpoint, CheckpointError, compare_configs
 from common.training.costs import on_meta
 from common.training.disk import going_on
@@ -137,8 +138,8 @@ def _check_shapes(plan: RunPlan, checkpoint: Checkpoint) -> None:
         theirs, state = checkpoint.shapes(WEIGHTS), checkpoint.shapes(optimizer_file(0))
     except CheckpointError as error:
         raise UserError(f"{error}; restore it, or name another checkpoint with checkpoint.resume=FOLDER") from None
-    moments = zip(("exp_avg", "exp_avg_sq"), moment_elements(mine.values(), plan.config.optim), strict=True)
-    mine |= {name: (elements,) for name, elements in moments}
+    elements = moment_elements(mine, plan.config.optim, FAMILIES[plan.drafter.family].is_matrix)
+    mine |= {name: (count,) for name, count in zip(("exp_avg", "exp_avg_sq"), elements, strict=True)}
     theirs |= {name: state[name] for name in ("exp_avg", "exp_avg_sq") if name in state}
     wrong = sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
     if wrong:

@@ -2,9 +2,10 @@
 
 Everything is decided on the device (division, clipping, skipping), so a step never waits for the GPU.
 
-Legend: P all parameters' elements; matrices come first in the flat buffers, then vectors (norms, biases), which do not decay.
+Legend: P all parameters' elements; matrices come first in the flat buffers, then vectors (norms, biases, tables), which do not decay.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
 
@@ -18,6 +19,10 @@ from common.training.muon import Matrix, muon_step
 EPSILON = 1e-8
 WSD_SHARE = 0.2
 """Share of all steps in which `wsd` falls to zero; arXiv 2405.18392 finds 10-20% enough."""
+
+
+IsMatrix = Callable[[str, tuple[int, ...]], bool]
+"""(a parameter's name, its shape) -> whether it is a matrix, which Muon orthogonalises and weight decay shrinks."""
 
 
 class ScaledAdamW(torch.optim.AdamW):
@@ -36,6 +41,7 @@ class Optimizer:
     Shapes: masters, gradients, exp_avg float32 [P], exp_avg_sq the same or, with Muon, of the vectors alone. The parameters' storage is
     replaced: in float32 they are views of the masters, else views of one flat buffer in their own type. Build it before anything holds
     on to their old storage. `parts` gives the matrices that a fused parameter is made of, as views; Muon updates each by itself.
+    `is_matrix` (name, shape) says which parameters are matrices; all others are treated as vectors.
     """
 
     def __init__(
@@ -44,9 +50,11 @@ class Optimizer:
         config: OptimConfig,
         steps: int,
         parts: Callable[[str, Tensor], Iterable[Tensor]] = lambda name, tensor: (tensor,),
+        is_matrix: IsMatrix = lambda name, shape: len(shape) > 1,
     ):
         named = [(name, p) for name, p in named_parameters if p.requires_grad]
-        named.sort(key=lambda pair: pair[1].ndim < 2)
+        named.sort(key=lambda pair: not is_matrix(pair[0], tuple(pair[1].shape)))
+        self._matrix_count = sum(is_matrix(name, tuple(p.shape)) for name, p in named)
         self.config, self.steps, self.steps_done = config, steps, 0
         self.names, self.parameters = [n for n, _ in named], [p for _, p in named]
         (dtype,) = {p.dtype for p in self.parameters}
@@ -55,7 +63,7 @@ class Optimizer:
         for parameter, view in zip(self.parameters, self._views(self.compute), strict=True):
             parameter.data = view
         self.gradients, self.exp_avg = torch.zeros_like(self.masters), torch.zeros_like(self.masters)
-        matrices = sum(p.numel() for p in self.parameters if p.ndim >= 2)
+        matrices = sum(p.numel() for p in self.parameters[: self._matrix_count])
         self._by_adamw = matrices if config.name == "muon" else 0  # the elements from here on
         self.exp_avg_sq = torch.zeros_like(self.masters[self._by_adamw :])
         self._matrices = self._make_matrices(parts) if config.name == "muon" else []
@@ -64,10 +72,9 @@ class Optimizer:
         self._adamw = self._make_adamw(matrices)
 
     def _make_matrices(self, parts: Callable[[str, Tensor], Iterable[Tensor]]) -> list[Matrix]:
-        found = []
-        for name, *views in zip(self.names, *map(self._views, (self.masters, self.gradients, self.exp_avg)), strict=True):
-            if views[0].ndim >= 2:
-                found += [Matrix(*part) for part in zip(*(parts(name, view) for view in views), strict=True)]
+        found, views = [], map(self._views, (self.masters, self.gradients, self.exp_avg))
+        for name, *of_name in itertools.islice(zip(self.names, *views, strict=True), self._matrix_count):
+            found += [Matrix(*part) for part in zip(*(parts(name, view) for view in of_name), strict=True)]
         return found
 
     def _make_adamw(self, matrices: int) -> ScaledAdamW:
@@ -163,10 +170,10 @@ class Optimizer:
         self._empty = True
 
 
-def moment_elements(shapes: Iterable[tuple[int, ...]], config: OptimConfig) -> tuple[int, int]:
-    """Elements of the first and of the second moment of parameters of these shapes; Muon keeps no second moment of matrices."""
-    sizes = [(math.prod(shape), len(shape) < 2) for shape in shapes]
-    return sum(size for size, _ in sizes), sum(size for size, vector in sizes if vector or config.name != "muon")
+def moment_elements(shapes: Mapping[str, tuple[int, ...]], config: OptimConfig, is_matrix: IsMatrix) -> tuple[int, int]:
+    """Elements of the first and of the second moment of parameters, by name; Muon keeps no second moment of matrices."""
+    sizes = [(math.prod(shape), is_matrix(name, shape)) for name, shape in shapes.items()]
+    return sum(size for size, _ in sizes), sum(size for size, matrix in sizes if not matrix or config.name != "muon")
 
 
 def schedule(config: OptimConfig, steps: int, step: int) -> float:
