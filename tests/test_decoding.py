@@ -266,7 +266,7 @@ def proposed_by(logits_JV, budget):
     """What a drafter with these logits proposes below token 0: a chain, or a tree of `budget` nodes."""
     slots, size = logits_JV.shape
     drafter = BlockDrafter(SureDrafter(logits_JV), Vocabulary(torch.eye(size), torch.eye(size), 1.0, None), 0, slots + 1, budget)
-    drafter.cache = []
+    drafter.cache, drafter.before_1F = [], torch.zeros(0, 1)
     return drafter.propose(token=0, position=0)
 
 
