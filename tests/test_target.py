@@ -38,7 +38,7 @@ def test_a_tap_is_the_output_of_its_decoder_layer(tiny_target, tap):
     seen = []
     model.model.layers[tap].register_forward_hook(lambda m, i, o: seen.append(o[0] if isinstance(o, tuple) else o))
     with torch.no_grad():
-        states = model(torch.from_numpy(row.tokens).long()[None], output_hidden_states=True).hidden_states
+        states = model.model(torch.from_numpy(row.tokens).long()[None], output_hidden_states=True).hidden_states
     expected = states[tap + 1][0] if tap < 3 else seen[0].view(20, -1)  # the last hidden state of transformers is after the norm
     assert torch.equal(out, expected)
 

@@ -56,7 +56,7 @@ def document_batches(row: Row) -> Iterator[Batch]:
         yield Batch(tokens_BN, source, np.concatenate(rows))
 
 
-def choose(
+def exact_ways(
     asked: str,
     ways: Sequence[Way],
     reference: Way,
@@ -64,23 +64,30 @@ def choose(
     kinds: set[str],
     vocabulary: int,
     hidden_size: int,
-) -> tuple[Way, list[str]]:
-    """The first of `ways` that gives what `reference` gives and, if it is not packed, why none is; `asked` as in target.execution.
+    all_of_them: bool,
+) -> tuple[list[Way], list[str]]:
+    """The first of `ways` that gives what `reference` gives, or all that do and `reference` behind them; `asked` as in target.execution.
 
-    Raises: UserError where the way that was asked for does not.
+    Returns beside it why none is packed, if none is. Raises: UserError where the way that was asked for is not exact.
     """
-    refused: list[str] = []
+    found, refused = list[Way](), list[str]()
     row = trial_row(vocabulary)
     truth = features(row, reference)
     for way in ways:
         if asked not in ("auto", way.execution):
             continue
         if (flaw := _flaw(way, row, truth, features, kinds, hidden_size)) is None:
-            return way, [] if way.execution == PACKED else refused
-        refused.append(f"{way.execution} through {way.attention}: {flaw}")
+            found.append(way)
+            if not all_of_them:
+                break
+        else:
+            refused.append(f"{way.execution} through {way.attention}: {flaw}")
     if asked in (PACKED, BATCHED):
-        raise UserError(f"target.execution={asked}: {'; '.join(refused)}; use target.execution=auto or per_document")
-    return reference, refused
+        if not found:
+            raise UserError(f"target.execution={asked}: {'; '.join(refused)}; use target.execution=auto or per_document")
+    elif all_of_them or not found:
+        found.append(reference)
+    return found, [] if found[0].execution == PACKED else refused
 
 
 def _flaw(way: Way, row: Row, truth: Tensor, features: Callable[[Row, Way], Tensor], kinds: set[str], hidden_size: int) -> str | None:

@@ -4,19 +4,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from common.errors import UserError
+from common.target.placement import Placement, load_placed
 
 OTHER_TOWERS = ("visual", "vision_tower", "vision_model", "multi_modal_projector", "audio_tower", "mtp")
 """Parts of a checkpoint that a text model does not have."""
 
 
 def load_causal_lm(
-    folder: str | Path, dtype: torch.dtype, device: torch.device, flag: str, trust_remote_code: bool = False, **options: Any
+    folder: str | Path, dtype: torch.dtype, where: torch.device | Placement, flag: str, trust_remote_code: bool = False, **options: Any
 ) -> PreTrainedModel:
-    """A frozen causal language model from a folder of safetensors, on its device. `flag` is how the user named the folder.
+    """A frozen causal language model from a folder of safetensors, or what a placement names of it, on its device or devices.
+
+    `flag` is how the user named the folder.
 
     Raises: UserError if it does not load, or if a tensor is missing, of another shape, or unknown: transformers would fill it at random
     or leave it out, with a warning at most.
@@ -25,12 +28,12 @@ def load_causal_lm(
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # what it would warn of is an error here
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            str(folder),
+        placement = Placement(where) if isinstance(where, torch.device) else where
+        model, report = load_placed(
+            folder,
+            placement,
+            trust_remote_code,
             dtype=dtype,
-            use_safetensors=True,
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
             ignore_mismatched_sizes=True,  # so that the report names them
             **options,
         )
@@ -43,7 +46,7 @@ def load_causal_lm(
         raise UserError(
             f"{flag}={folder} does not hold the model of its config.json: {'; '.join(problems)}. Fetch or convert the checkpoint again"
         )
-    return model.to(device).eval().requires_grad_(False)
+    return model.eval().requires_grad_(False)
 
 
 def loading_problems(report: dict[str, Any]) -> list[str]:
