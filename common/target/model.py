@@ -66,7 +66,8 @@ class Target:
         self._destination: Any = None  # where the hooks write the forward in flight
         for index, tap in enumerate(taps):
             every_layer[tap].register_forward_hook(functools.partial(self._write, index))
-        self._compile_layers, self._first, self._late = compile_layers, 0, None
+        self._compile_layers, self._first = compile_layers, 0
+        self._late: LateStart | None = None
         if layers is not None:
             self._become_stage(layers)
         elif not final_hidden:
