@@ -58,7 +58,7 @@ class TargetConfig:
 @dataclass
 class DrafterConfig:
     family: str = "dflash"
-    """Kind of drafter, see common/families: `dflash`."""
+    """Kind of drafter, see common/families: `dflash`, or `dflash2` (convolutions and a candidate selector)."""
     layers: Annotated[int, Bounds(least=1, most=1000)] = 5
     """Transformer layers of the drafter."""
     taps: Literal["auto"] | list[int] = "auto"

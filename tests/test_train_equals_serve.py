@@ -4,6 +4,7 @@ read as the engines read it. Float32, a drafter trained for some steps on answer
 Each `check_*` is also what tests/test_canaries.py points known bugs at.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -120,7 +121,9 @@ class Spy:
 
     def __init__(self, drafter):
         self.drafter, self.hidden = drafter, {}
-        self.spec, self.new_cache, self.extend = drafter.spec, drafter.new_cache, drafter.extend
+
+    def __getattr__(self, name):
+        return getattr(self.drafter, name)
 
     def draft(self, cache, block_embeddings, positions):
         self.hidden[int(positions[0])] = hidden = self.drafter.draft(cache, block_embeddings, positions)
@@ -188,7 +191,8 @@ def check_export(pair, scratch):
 def engine(folder, features_NF, x_KD):
     """One block behind its whole context, without a cache, from an export's files alone.
 
-    Source: z-lab/dflash dflash/model.py, with vLLM's and SGLang's rule for sliding layers; float64 throughout.
+    Source: z-lab/dflash dflash/model.py, with vLLM's and SGLang's rule for sliding layers; float64 throughout. Convolutions and
+    causality where the export has them.
     """
     config = read_json(folder / "config.json")
     weights = {name: tensor.double() for name, tensor in load_file(folder / "model.safetensors").items()}
@@ -201,6 +205,18 @@ def engine(folder, features_NF, x_KD):
     def project(x, name):
         return x @ weights[name + ".weight"].T
 
+    def convolved(x, name, sublayer):
+        """The sublayer's output, with the convolutions before and after it that the export names."""
+        if name + ".base_kernel" not in weights:
+            return sublayer(x)
+        base = weights[name + ".base_kernel"]
+        kernels = project(x, name + ".kernel_projection").unflatten(-1, (2, base.shape[1], -1))
+        for side, function in enumerate((sublayer, lambda y: y)):
+            kernel = base[side] + kernels[:, side].repeat_interleave(x.shape[-1] // kernels.shape[-1], dim=-1)
+            rows = [sum(kernel[k, tap] * x[k - tap] for tap in range(len(base[side])) if k >= tap) for k in range(len(x))]
+            x = function(torch.stack(rows))
+        return x
+
     def rotate(x_NHd, positions):
         angles = positions[:, None, None] * config["rope_theta"] ** (-torch.arange(0, d, 2, dtype=torch.float64) / d)
         real, imaginary = x_NHd[..., : d // 2], x_NHd[..., d // 2 :]
@@ -208,23 +224,30 @@ def engine(folder, features_NF, x_KD):
         return torch.cat([turned.real, turned.imag], dim=-1)
 
     context, x, positions = norm(project(features_NF.double(), "fc"), "hidden_norm"), x_KD.double(), torch.arange(N + K).double()
-    for i, kind in enumerate(config["layer_types"]):
-        layer = f"layers.{i}."
-        block = norm(x, layer + "input_layernorm")
+
+    def attend(block, attention, kind):
         keys_from = torch.cat([context, block])
-        attention = layer + "self_attn."
         q = rotate(norm(project(block, attention + "q_proj").unflatten(-1, (heads, d)), attention + "q_norm"), positions[N:])
         k = rotate(norm(project(keys_from, attention + "k_proj").unflatten(-1, (groups, d)), attention + "k_norm"), positions)
         v = project(keys_from, attention + "v_proj").unflatten(-1, (groups, d))
         k, v = (t.repeat_interleave(heads // groups, dim=1) for t in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(d)
+        distance = positions[N:, None] - positions[None, :]
         if kind == SLIDING:
-            distance = positions[N:, None] - positions[None, :]
-            scores = scores.masked_fill((distance < 0) | (distance >= config["sliding_window"]), -math.inf)
-        x = x + project(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1), attention + "o_proj")
-        hidden = norm(x, layer + "post_attention_layernorm")
+            scores = scores.masked_fill(distance.abs() >= config["sliding_window"], -math.inf)
+        if config.get("is_causal", kind == SLIDING):
+            scores = scores.masked_fill(distance < 0, -math.inf)
+        return project(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1), attention + "o_proj")
+
+    def mlp(hidden, layer):
         gate = torch.nn.functional.silu(project(hidden, layer + "mlp.gate_proj"))
-        x = x + project(gate * project(hidden, layer + "mlp.up_proj"), layer + "mlp.down_proj")
+        return project(gate * project(hidden, layer + "mlp.up_proj"), layer + "mlp.down_proj")
+
+    for i, kind in enumerate(config["layer_types"]):
+        layer = f"layers.{i}."
+        attention = functools.partial(attend, attention=layer + "self_attn.", kind=kind)
+        x = x + convolved(norm(x, layer + "input_layernorm"), layer + "attention_conv", attention)
+        x = x + convolved(norm(x, layer + "post_attention_layernorm"), layer + "mlp_conv", functools.partial(mlp, layer=layer))
     return norm(x, "norm").float()
 
 

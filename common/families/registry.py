@@ -12,10 +12,11 @@ from common.drafter.mask_token import mask_token
 from common.drafter.spec import DrafterSpec
 from common.errors import UserError
 from common.families.dflash import DFlash
+from common.families.dflash2 import DFlash2
 from common.families.family import DrafterFamily
 from common.target.files import TargetSpec, read_json
 
-FAMILIES: dict[str, DrafterFamily] = {family.name: family for family in (DFlash(),)}
+FAMILIES: dict[str, DrafterFamily] = {family.name: family for family in (DFlash(), DFlash2())}
 
 FROM_SCRATCH = ("random", "target_layers")
 """Values of `drafter.init` that are no folder of an exported drafter."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from common.config import ObjectiveConfig
 from common.objective.blocks import Blocks
-from common.objective.head import LogitBias, Teacher, slot_terms
+from common.objective.head import LogitBias, SlotTerms, Teacher, slot_terms
 from common.objective.losses import LOSSES, confidence_weights
 from common.target.vocabulary import Vocabulary
 
@@ -42,16 +42,30 @@ def base_loss(
     Shapes: hidden_AJD [A, J, D]; final_hidden_TD [T, D], the target's hidden states after its norm (for losses that distil). Units: nats.
     Metrics: loss (weighted), nll (plain mean over valid slots), and those of `acceptance_metrics`.
     """
-    loss, labels_AJ, valid_AJ = LOSSES[config.loss], blocks.labels_AJ, blocks.valid_AJ
+    value_AJ, terms = slot_losses(hidden_AJD, vocabulary, blocks, config, final_hidden_TD, chunk_anchors, bias)
+    return weighted(value_AJ, terms.nll, terms.hit, blocks, config)
+
+
+def slot_losses(
+    hidden_AJD: Tensor,
+    vocabulary: Vocabulary,
+    blocks: Blocks,
+    config: ObjectiveConfig,
+    final_hidden_TD: Tensor | None = None,
+    chunk_anchors: int | None = None,
+    bias: LogitBias | None = None,
+    candidates: int = 0,
+) -> tuple[Tensor, SlotTerms]:
+    """Each slot's loss by the target's head [A, J], not yet weighted, and all that the head gave, `candidates` of each slot included."""
+    loss, labels_AJ = LOSSES[config.loss], blocks.labels_AJ
     teacher = _teacher(final_hidden_TD, blocks, labels_AJ) if loss.distils else None
-    terms_CAJ, nll_AJ, hit_AJ = slot_terms(hidden_AJD, vocabulary, labels_AJ, loss, config.head, teacher, bias, chunk_anchors)
-    return weighted(loss.combine(terms_CAJ, valid_AJ), nll_AJ, hit_AJ, blocks, config)
+    terms = slot_terms(hidden_AJD, vocabulary, labels_AJ, loss, config.head, teacher, bias, chunk_anchors, candidates)
+    return loss.combine(terms.terms, blocks.valid_AJ), terms
 
 
 def weighted(value_AJ: Tensor, nll_AJ: Tensor, hit_AJ: Tensor, blocks: Blocks, config: ObjectiveConfig) -> Result:
     """The Result of slots' values: weighted, summed and measured. `hit_AJ` says where the proposed token is the label."""
-    valid_AJ = blocks.valid_AJ
-    weights_AJ = blocks.weights_AJ if config.weights == "decay" else confidence_weights(nll_AJ, valid_AJ, config.alpha)
+    valid_AJ, weights_AJ = blocks.valid_AJ, slot_weights(nll_AJ, blocks, config)
     loss_sum, weight_sum = (weights_AJ * value_AJ).sum(), weights_AJ.sum()
     metrics = {
         "loss": (loss_sum.detach(), weight_sum),
@@ -59,6 +73,11 @@ def weighted(value_AJ: Tensor, nll_AJ: Tensor, hit_AJ: Tensor, blocks: Blocks, c
         **acceptance_metrics(hit_AJ & valid_AJ, blocks),
     }
     return Result(loss_sum, weight_sum, metrics)
+
+
+def slot_weights(nll_AJ: Tensor, blocks: Blocks, config: ObjectiveConfig) -> Tensor:
+    """How much each slot counts, 0 where it has no label: [A, J], without gradient."""
+    return blocks.weights_AJ if config.weights == "decay" else confidence_weights(nll_AJ, blocks.valid_AJ, config.alpha)
 
 
 def acceptance_metrics(correct_AJ: Tensor, blocks: Blocks) -> Metrics:

@@ -3,16 +3,17 @@
 Two implementations of one function. `fused` computes the gradient with respect to the hidden states in the forward pass (by autograd
 over a chunk's logits, by hand where the loss says so) and keeps it: two products a row, no logits survive a chunk. `checkpoint` is the
 plain twin that autograd differentiates and recomputes: three products. Slots that predict nothing have no hidden state here; a block is
-never split over two chunks.
+never split over two chunks. A family that chooses among a slot's best tokens gets them with their logits, differentiable, as candidates.
 
-Legend: A anchors, J predicted slots of a block, D hidden, V vocabulary, T tokens, R = rows of a chunk, C loss terms.
+Legend: A anchors, J predicted slots of a block, D hidden, V vocabulary, T tokens, R = rows of a chunk, C loss terms, k candidates.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -26,8 +27,22 @@ CHUNK_LOGITS = 4080 * 151936
 LogitBias = Callable[[slice], Tensor]
 """What a drafter family adds to the logits of some anchors' slots: (slice of A) -> [R, V], differentiable in the family's parameters."""
 
-SlotTerms = tuple[Tensor, Tensor, Tensor]
-"""Loss terms [C, R], the labels' negative log-likelihoods [R], whether the best token is the label, bool [R]; or [A, J] instead of [R]."""
+Values = tuple[Tensor, Tensor, Tensor]
+"""Loss terms [C, R], the labels' negative log-likelihoods [R], whether the best token is the label, bool [R]."""
+
+
+class SlotTerms(NamedTuple):
+    """What the head gives for every slot.
+
+    Shapes: terms [C, A, J], nll [A, J] and hit bool [A, J] as in Values; tokens int64 [k, A, J] and logits [k, A, J], the slot's k best
+    tokens, best first. Within a chunk [R] instead of [A, J].
+    """
+
+    terms: Tensor
+    nll: Tensor
+    hit: Tensor
+    tokens: Tensor
+    logits: Tensor
 
 
 @dataclass(frozen=True)
@@ -50,30 +65,28 @@ def slot_terms(
     teacher: Teacher | None = None,
     bias: LogitBias | None = None,
     chunk_anchors: int | None = None,
+    candidates: int = 0,
 ) -> SlotTerms:
-    """Loss terms of each predicted slot, differentiable in hidden_AJD, with the label's nll and whether the best token is the label.
+    """Loss terms of each predicted slot, differentiable in hidden_AJD, with the label's nll and whether the best token is the label; and
+    the slot's best tokens, `candidates` of them, with their logits (capped, without the bias), differentiable, too.
 
     With a bias every head is `checkpoint`: the gradient of the bias's own parameters needs the slots' weights, which come later.
-    Shapes: hidden_AJD [A, J, D], labels_AJ int64 [A, J] -> terms [C, A, J], nll [A, J], hit bool [A, J] (the last two without gradient).
-    Units: nats.
+    Shapes: hidden_AJD [A, J, D], labels_AJ int64 [A, J]. Units: nats.
     """
     A, J = labels_AJ.shape
     spans = _spans(A, J * vocabulary.head.shape[0], chunk_anchors)
     if head == "fused" and bias is None:
-        return _FusedHead.apply(hidden_AJD, vocabulary, labels_AJ, loss, teacher, spans)
-    parts = [
-        checkpoint(
-            _chunk, hidden_AJD[span], vocabulary, labels_AJ[span], loss, teacher, bias, span, use_reentrant=False, preserve_rng_state=False
-        )
-        for span in spans
-    ]
+        return SlotTerms(*_FusedHead.apply(hidden_AJD, vocabulary, labels_AJ, loss, teacher, candidates, spans))
+    parts = []
+    for span in spans:
+        inputs = hidden_AJD[span], vocabulary, labels_AJ[span], loss, teacher, candidates, span, bias
+        parts.append(checkpoint(_chunk, *inputs, use_reentrant=False, preserve_rng_state=False))
     return _joined(parts, A, J)
 
 
 def _joined(parts: Sequence[SlotTerms], A: int, J: int) -> SlotTerms:
     """The chunks' results as one."""
-    terms, nlls, hits = (torch.cat(part, dim=-1).unflatten(-1, (A, J)) for part in zip(*parts, strict=True))
-    return terms, nlls, hits
+    return SlotTerms(*(torch.cat(part, dim=-1).unflatten(-1, (A, J)) for part in zip(*parts, strict=True)))
 
 
 @torch.no_grad()
@@ -88,6 +101,22 @@ def best_tokens(hidden_AJD: Tensor, vocabulary: Vocabulary, width: int, chunk_an
     return logprobs, tokens
 
 
+@torch.no_grad()
+def best_logits(hidden_AJD: Tensor, vocabulary: Vocabulary, count: int, chunk_anchors: int | None = None) -> tuple[Tensor, Tensor]:
+    """Ids and capped logits of each predicted slot's best tokens, chosen as `slot_terms` chooses candidates: [A, J, count] each."""
+    A, J = hidden_AJD.shape[:2]
+    spans = _spans(A, J * vocabulary.head.shape[0], chunk_anchors)
+    parts = [_candidates(hidden_AJD[span].flatten(0, 1) @ vocabulary.head.T, count, vocabulary.softcap) for span in spans]
+    tokens_AJk, logits_AJk = (torch.cat(part, dim=-1).T.unflatten(0, (A, J)) for part in zip(*parts, strict=True))
+    return tokens_AJk, logits_AJk
+
+
+def _candidates(logits_RV: Tensor, count: int, softcap: float | None) -> tuple[Tensor, Tensor]:
+    """Ids and capped logits [count, R] of the best tokens by uncapped logits, best first."""
+    logits_Rk, tokens_Rk = logits_RV.topk(count) if count else (logits_RV[:, :0], logits_RV[:, :0].long())
+    return tokens_Rk.T, _cap(logits_Rk, softcap).T
+
+
 def _spans(anchors: int, logits_per_anchor: int, chunk_anchors: int | None) -> list[slice]:
     """Slices of anchors, all but the last of equal length."""
     chunk_anchors = chunk_anchors or max(1, CHUNK_LOGITS // logits_per_anchor)
@@ -100,13 +129,14 @@ def _chunk(
     labels_AJ: Tensor,
     loss: Loss,
     teacher: Teacher | None,
-    bias: LogitBias | None,
+    candidates: int,
     span: slice,
+    bias: LogitBias | None,
 ) -> SlotTerms:
     logits_RV, teacher_RV = _logits(hidden_AJD, vocabulary, teacher, span)
     bias_RV = None if bias is None else bias(span)
     terms_CR, nll_R, hit_R = slot_values(logits_RV, labels_AJ.flatten(), teacher_RV, loss, vocabulary.softcap, bias_RV)
-    return terms_CR, nll_R.detach(), hit_R
+    return SlotTerms(terms_CR, nll_R.detach(), hit_R, *_candidates(logits_RV, candidates, vocabulary.softcap))
 
 
 def _logits(hidden_AJD: Tensor, vocabulary: Vocabulary, teacher: Teacher | None, span: slice) -> tuple[Tensor, Tensor | None]:
@@ -123,18 +153,20 @@ def _fused_chunk(
     labels_AJ: Tensor,
     loss: Loss,
     teacher: Teacher | None,
+    candidates: int,
     span: slice,
     kept: Sequence[Tensor],
 ) -> SlotTerms:
     """`_chunk`, and the gradient of each term with respect to its row's hidden state into the tensors of `kept` [R, D], if any."""
     logits_RV, teacher_RV = _logits(hidden_AJD, vocabulary, teacher, span)
+    best = _candidates(logits_RV, candidates, vocabulary.softcap)  # before the gradient, which may overwrite the logits
     if loss.gradient is not None:
         terms_CR, nll_R, hit_R, gradient_RV = _with_gradient_by_hand(
             logits_RV, labels_AJ.flatten(), loss.gradient, loss, vocabulary.softcap
         )
         for kept_RD in kept:
             torch.mm(gradient_RV, vocabulary.head, out=kept_RD)
-        return terms_CR, nll_R, hit_R
+        return SlotTerms(terms_CR, nll_R, hit_R, *best)
     signature = (loss, tuple(logits_RV.shape), logits_RV.dtype, vocabulary.softcap)
     values = compile_cache.handle("head", slot_values, logits_RV.device, signature)
     inputs = logits_RV, labels_AJ.flatten(), teacher_RV, loss, vocabulary.softcap
@@ -146,7 +178,7 @@ def _fused_chunk(
                 terms_CR, nll_R, hit_R = values(*inputs)
             (gradient_RV,) = torch.autograd.grad(terms_CR[term].sum(), logits_RV)
             torch.mm(gradient_RV, vocabulary.head, out=kept_RD)
-    return terms_CR.detach(), nll_R.detach(), hit_R
+    return SlotTerms(terms_CR.detach(), nll_R.detach(), hit_R, *best)
 
 
 class _FusedHead(torch.autograd.Function):
@@ -158,29 +190,43 @@ class _FusedHead(torch.autograd.Function):
         labels_AJ: Tensor,
         loss: Loss,
         teacher: Teacher | None,
+        candidates: int,
         spans: Sequence[slice],
-    ) -> SlotTerms:
+    ) -> tuple[Tensor, ...]:
         A, J, D = *labels_AJ.shape, hidden_AJD.shape[-1]
         kept_CAJD = hidden_AJD.new_empty(loss.count, A, J, D) if ctx.needs_input_grad[0] else ()
         parts = []
         for span in spans:
             kept = [kept_AJD[span].flatten(0, 1) for kept_AJD in kept_CAJD]
-            parts.append(_fused_chunk(hidden_AJD[span], vocabulary, labels_AJ[span], loss, teacher, span, kept))
-        terms_CAJ, nll_AJ, hit_AJ = _joined(parts, A, J)
-        ctx.kept_CAJD = kept_CAJD
-        ctx.mark_non_differentiable(nll_AJ, hit_AJ)
+            parts.append(_fused_chunk(hidden_AJD[span], vocabulary, labels_AJ[span], loss, teacher, candidates, span, kept))
+        found = _joined(parts, A, J)
+        ctx.kept_CAJD, ctx.vocabulary = kept_CAJD, vocabulary
+        ctx.save_for_backward(found.tokens, found.logits)
+        ctx.mark_non_differentiable(found.nll, found.hit, found.tokens)
         ctx.set_materialize_grads(False)
-        return terms_CAJ, nll_AJ, hit_AJ
+        return tuple(found)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *scales: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]  (the decorator's type)
-        scale_CAJ = scales[0]
+        scale_CAJ, *_, logits_gradient_kAJ = scales
         kept_CAJD, ctx.kept_CAJD = ctx.kept_CAJD, None
         gradient_AJD = kept_CAJD[0].mul_(scale_CAJ[0, ..., None])
         for kept_AJD, scale_AJ in zip(kept_CAJD[1:], scale_CAJ[1:], strict=True):
             gradient_AJD += kept_AJD * scale_AJ[..., None]
-        return gradient_AJD, None, None, None, None, None
+        if logits_gradient_kAJ is not None:
+            tokens_kAJ, logits_kAJ = ctx.saved_tensors
+            gradient_AJD += _through_candidates(logits_gradient_kAJ, tokens_kAJ, logits_kAJ, ctx.vocabulary)
+        return gradient_AJD, *[None] * 6
+
+
+def _through_candidates(gradient_kAJ: Tensor, tokens_kAJ: Tensor, logits_kAJ: Tensor, vocabulary: Vocabulary) -> Tensor:
+    """Gradient with respect to the hidden states [A, J, D] of a gradient with respect to the candidates' logits: few rows of the head."""
+    if vocabulary.softcap is not None:
+        gradient_kAJ = gradient_kAJ * (1 - (logits_kAJ / vocabulary.softcap) ** 2)
+    tokens_Rk, weights_Rk = tokens_kAJ.flatten(1).T.contiguous(), gradient_kAJ.flatten(1).T.contiguous().to(vocabulary.head.dtype)
+    bags_RD = F.embedding_bag(tokens_Rk, vocabulary.head, per_sample_weights=weights_Rk, mode="sum")
+    return bags_RD.unflatten(0, tokens_kAJ.shape[1:])
 
 
 def _with_gradient_by_hand(
@@ -201,7 +247,7 @@ def _with_gradient_by_hand(
 
 def slot_values(
     logits_RV: Tensor, labels_R: Tensor, teacher_RV: Tensor | None, loss: Loss, softcap: float | None, bias_RV: Tensor | None = None
-) -> SlotTerms:
+) -> Values:
     """Terms [C, R], the label's nll [R] and hit [R] from uncapped logits, in float32 (float64 where those are).
 
     `bias_RV` is added to the drafter's capped logits.
