@@ -1,4 +1,4 @@
-"""Helpers of the distributed tests: real gloo ranks, whole jobs without torchrun's start-up time, and real torchrun jobs."""
+"""Helpers of the distributed tests: real gloo ranks, and whole jobs with and without torchrun, all forked with everything imported."""
 
 import contextlib
 import datetime
@@ -8,6 +8,7 @@ import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -17,13 +18,14 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import IO, Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
 """These tests are about ranks on CPUs; a box with one GPU would refuse three of them."""
-PRELOAD = ["pytest", "torch.distributed", "torch._dynamo", "transformers.models.qwen3.modeling_qwen3", "train_drafter", "prepare_data"]
+PRELOAD = ["pytest", "torch.distributed.run", "torch._dynamo", "transformers.models.qwen3.modeling_qwen3", "train_drafter", "prepare_data"]
 """What ranks import: seconds for each of them, if the process that they are forked from had not done it once."""
 
 
@@ -113,6 +115,36 @@ class Job:
             time.sleep(0.02)
 
 
+class Forked:
+    """A process of multiprocessing, used like a Popen."""
+
+    def __init__(self, process: BaseProcess):
+        process.start()
+        assert process.pid is not None
+        self.pid, self._process = process.pid, process
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("a forked process", timeout)
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+
+def torchrun(*arguments: object, output: Path, **variables: str) -> Forked:
+    """Start a job as `torchrun ARGUMENTS` does: by torch's own agent, but the agent and the ranks that it starts are forked.
+
+    They print to the file `output`. tests/test_launch.py also has agents and ranks that a shell starts.
+    """
+    environment = {"OMP_NUM_THREADS": "1", **WITHOUT_GPUS, **variables}
+    return Forked(fork_context().Process(target=_agent_main, args=(environment, list(map(str, arguments)), output)))
+
+
 def run_ranks(worker: Callable[..., Any], ranks: int, *args: Any, timeout_s: float = 60) -> list[Any]:
     """Call `worker(rank, ranks, *args)` on that many gloo ranks and return their results, by rank.
 
@@ -135,28 +167,6 @@ def run_ranks(worker: Callable[..., Any], ranks: int, *args: Any, timeout_s: flo
             for process in processes:
                 process.kill()
                 process.join()
-
-
-def torchrun(
-    *arguments: object, ranks: int, options: Sequence[str] = (), timeout_s: float = 120, **variables: Any
-) -> subprocess.CompletedProcess[str]:
-    """Run a script under torchrun to its end; returns a CompletedProcess with `stdout` and `stderr` as text."""
-    process = start_torchrun(*arguments, ranks=ranks, options=options, **variables)
-    try:
-        out, err = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        stop_job(process)
-        out, err = process.communicate()
-        raise AssertionError(f"the job did not end in {timeout_s} s\n{out[-4000:]}\n{err[-4000:]}") from None
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
-
-
-def start_torchrun(
-    *arguments: object, ranks: int, options: Sequence[str] = (), output: int | IO[str] = subprocess.PIPE, **variables: Any
-) -> subprocess.Popen[str]:
-    """Start a script under torchrun with its own free port; `output` may be a file that takes stdout and stderr."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), *options]
-    return start([*command, *map(str, arguments)], output, **variables)
 
 
 def run_script(*arguments: object, timeout_s: float = 120, **variables: Any) -> subprocess.CompletedProcess[str]:
@@ -191,7 +201,7 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def stop_job(process: subprocess.Popen[str]) -> None:
+def stop_job(process: subprocess.Popen[str] | Forked) -> None:
     """Kill a job that is still running, its workers included."""
     if process.poll() is None:
         for pid in [*descendants(process.pid), process.pid]:
@@ -201,15 +211,48 @@ def stop_job(process: subprocess.Popen[str]) -> None:
 
 def _job_main(rank, variables, script, arguments, sabotage, log):
     os.environ.update(variables, RANK=str(rank), LOCAL_RANK=str(rank))
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+    _print_to(log)
     from common.cli import run_script
 
     if sabotage is not None:
         sabotage(rank)
     sys.argv = [script, *arguments]
     run_script(importlib.import_module(script).main)
+
+
+def _print_to(log):
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+
+
+def _agent_main(environment, arguments, output):
+    os.environ.update(environment)
+    os.chdir(REPOSITORY)
+    _print_to(output)
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    SubprocessHandler._popen = lambda _, command, variables: _fork_rank(command, variables)
+    run.main(arguments)
+
+
+def _fork_rank(command, environment):
+    """What an agent starts ranks by: a process in a process group of its own, which is what it sends its signals to."""
+    rank = Forked(multiprocessing.get_context("fork").Process(target=_forked_main, args=(command, environment)))
+    os.setpgid(rank.pid, rank.pid)
+    return rank
+
+
+def _forked_main(command, environment):
+    """What `python -u SCRIPT ARGUMENTS` does."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # the agent's own handlers
+        signal.signal(number, signal.SIG_DFL)
+    os.environ.update(environment)
+    _, _, script, *_ = sys.argv = list(command)
+    del sys.argv[:2]
+    runpy.run_path(script, run_name="__main__")
 
 
 def _rank_main(worker, rank, ranks, args, rendezvous, timeout_s, pipe):

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from ranks import Job, descendants, start_torchrun, stop_job, torchrun
+from ranks import Job, descendants, stop_job, torchrun
 from test_resume import arguments, assert_equal_runs, finish, kill_at_call, records, stop_at, weights
 
 from common.distributed.stop import StopRequest
@@ -35,11 +35,11 @@ def test_a_killed_rank_and_an_interrupt_lose_nothing(tiny_preset, tmp_path):
         tmp_path / "output",
     )
     command = ["train_drafter.py", *arguments(tiny_preset, run, *overrides, "optim.steps=100000")]
-    with open(output, "w") as file:
-        job = start_torchrun(*command, ranks=2, options=["--max-restarts", "3"], output=file)
+    job = torchrun("--standalone", "--nproc_per_node", 2, "--max-restarts", 3, *command, output=output)
     try:
         wait_for(job, (run / "checkpoints/step_00000008").exists, output)
-        os.kill(pid_of(job, output, "drafter 0"), signal.SIGKILL)
+        (drafter,) = re.findall(r"drafter 0: rank (\d)", output.read_text())
+        os.kill(sorted(descendants(job.pid))[int(drafter)], signal.SIGKILL)
         wait_for(job, lambda: re.search(r"resuming from .* \(step (\d+)\)", output.read_text()), output)
         resumed = int(re.search(r"resuming from .* \(step (\d+)\)", output.read_text())[1])
         wait_for(job, (run / f"checkpoints/step_{resumed + 8:08d}").exists, output)
@@ -59,16 +59,6 @@ def wait_for(job, condition, output):
     while not condition():
         assert job.poll() is None and time.monotonic() < deadline, output.read_text()[-4000:]
         time.sleep(0.02)
-
-
-def pid_of(job, output, member):
-    """The process of a role, by the rank that the start-up print gives it."""
-    rank = re.findall(rf"{member}: rank (\d+)", output.read_text())[-1]
-    for pid in descendants(job.pid):
-        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        if f"RANK={rank}".encode() in variables:
-            return pid
-    raise AssertionError(f"no process of rank {rank}")
 
 
 def kill_target_1(rank):
@@ -303,10 +293,15 @@ def test_an_io_error_costs_one_checkpoint(tiny_preset, tmp_path):
 def test_a_users_mistake_is_said_by_one_rank_and_ends_restarts_at_once(tiny_preset, tmp_path, overrides, words):
     """Else eight ranks that are restarted twelve times say it 104 times, and what a diverged run burns it burns again and again."""
     command = ["train_drafter.py", *arguments(tiny_preset, tmp_path / "run", *overrides, "topology.timeout_s=60")]
-    job = torchrun(*command, ranks=3, options=["--max-restarts", "2"])
-    errors = [line for line in job.stderr.splitlines() if line.startswith("error: ")]
-    assert 1 <= len(errors) <= 3 and len(set(errors)) == 1 and words in errors[0], job.stderr[-6000:]
-    assert re.search(r"exitcode *: 2\b", job.stderr), job.stderr[-3000:]
+    job = torchrun("--standalone", "--nproc_per_node", 3, "--max-restarts", 2, *command, output=tmp_path / "output")
+    try:
+        assert job.wait(timeout=120) == 1
+    finally:
+        stop_job(job)
+    printed = (tmp_path / "output").read_text()
+    errors = [line for line in printed.splitlines() if line.startswith("error: ")]
+    assert 1 <= len(errors) <= 3 and len(set(errors)) == 1 and words in errors[0], printed[-6000:]
+    assert re.search(r"exitcode *: 2\b", printed), printed[-3000:]
 
 
 def test_a_run_that_failed_by_itself_leaves_its_words_for_restarts(tiny_preset, tmp_path):

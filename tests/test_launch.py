@@ -1,4 +1,4 @@
-"""launch/split.sh for real: two torchrun agents on one host, one of targets and one of drafters, meet and train."""
+"""launch/split.sh: two torchrun agents on one host, one of targets and one of drafters, meet and train."""
 
 import contextlib
 import os
@@ -8,15 +8,27 @@ import socket
 import sys
 from pathlib import Path
 
-from ranks import REPOSITORY, descendants, start, stop_job
+from ranks import REPOSITORY, descendants, start, stop_job, torchrun
 from test_failures import wait_for
 from test_resume import arguments, assert_equal_runs, finish
 
 STEPS = ("optim.steps=40", "checkpoint.every=8", "sync.every=8")
 
 
+def started(command, log, variables):
+    """The agent that the shell starts; its ranks import for seconds, at every restart anew."""
+    with open(log, "w") as output:
+        return start(command, output, **variables)
+
+
+def forked(command, log, variables):
+    """An agent with the arguments that the shell would start it with; it and its ranks have imported everything."""
+    arguments, _ = start(command, **variables, TORCHRUN="echo").communicate(timeout=60)
+    return torchrun(*arguments.split(), output=log)
+
+
 @contextlib.contextmanager
-def split(preset, folder, logs, *overrides):
+def split(start_agent, preset, folder, logs, *overrides):
     """The two agents, drafters first; yields their processes by role."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -26,8 +38,7 @@ def split(preset, folder, logs, *overrides):
     jobs = {}
     try:
         for role, ranks in (("drafters", "1"), ("targets", "2")):
-            with open(logs / role, "w") as log:
-                jobs[role] = start([str(REPOSITORY / "launch/split.sh"), role, ranks, *common], log, **variables)
+            jobs[role] = start_agent([str(REPOSITORY / "launch/split.sh"), role, ranks, *common], logs / role, variables)
         yield jobs
     finally:
         for job in jobs.values():
@@ -42,7 +53,7 @@ def test_two_agents_learn_what_one_agent_learns_also_through_a_death(tiny_preset
     """
     logs = tmp_path / "logs"
     logs.mkdir()
-    with split(tiny_preset, tmp_path / "run", logs) as jobs:
+    with split(forked, tiny_preset, tmp_path / "run", logs) as jobs:
         wait_for(jobs["drafters"], (tmp_path / "run/checkpoints/step_00000008").exists, logs / "drafters")
         os.kill(max(descendants(jobs["targets"].pid)), signal.SIGKILL)
         for job in jobs.values():
@@ -56,7 +67,7 @@ def test_an_interrupt_of_the_targets_agent_stops_both_with_a_checkpoint(tiny_pre
     """Else Ctrl-C there kills the targets, everything since the last checkpoint is lost, and the drafters' agent waits for nobody."""
     logs = tmp_path / "logs"
     logs.mkdir()
-    with split(tiny_preset, tmp_path / "run", logs, "optim.steps=100000", "checkpoint.every=48") as jobs:
+    with split(started, tiny_preset, tmp_path / "run", logs, "optim.steps=100000", "checkpoint.every=48") as jobs:
         wait_for(jobs["drafters"], (tmp_path / "run/checkpoints/step_00000048").exists, logs / "drafters")
         jobs["targets"].send_signal(signal.SIGINT)
         wait_for(jobs["drafters"], lambda: "stopped after step" in (logs / "drafters").read_text(), logs / "drafters")
