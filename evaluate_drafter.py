@@ -16,7 +16,7 @@ import torch
 import transformers
 from tqdm import tqdm
 
-from common.cli import check_output, json_object, open_device, positive, run_script
+from common.cli import add_trust, check_output, json_object, open_device, positive, run_script, writing
 from common.data.chat import Chat, load_tokenizer
 from common.data.prompts import read_prompts
 from common.decoding.report import mean_tau, prompt_lookup, ratio, summarize, table
@@ -32,7 +32,8 @@ from common.trees import digest
 def main(argv: list[str]) -> None:
     arguments = parse_arguments(argv)
     folder = resolve(arguments.target)
-    spec, chat = read_spec(folder), Chat(load_tokenizer(folder), arguments.chat_template_kwargs)
+    trust = arguments.trust_remote_code
+    spec, chat = read_spec(folder, trust), Chat(load_tokenizer(folder, trust), arguments.chat_template_kwargs)
     stop = spec.eos_token_ids or (chat.tokenizer.eos_token_id,)
     prompts = read_prompts(arguments.prompts, chat, arguments.limit, spec.max_position_embeddings - arguments.max_new_tokens)
 
@@ -52,7 +53,8 @@ def main(argv: list[str]) -> None:
     }  # fmt: skip
     print(table(report))
     if arguments.json:
-        Path(arguments.json).write_text(json.dumps(report, indent=1) + "\n")
+        with writing("--json", arguments.json):
+            Path(arguments.json).write_text(json.dumps(report, indent=1) + "\n")
 
 
 def load(arguments: argparse.Namespace, folder: Path, spec: TargetSpec) -> tuple[DecodingTarget, list[BlockDrafter], int]:
@@ -64,7 +66,7 @@ def load(arguments: argparse.Namespace, folder: Path, spec: TargetSpec) -> tuple
     block_size = arguments.block_size or drafter.spec.block_size
     if not 2 <= block_size <= drafter.spec.block_size:
         raise UserError(f"--block-size {block_size}: the drafter was trained on blocks of {drafter.spec.block_size}; use 2 to that")
-    target = load_target(folder, drafter.spec.taps, dtype, device)
+    target = load_target(folder, drafter.spec.taps, dtype, device, arguments.trust_remote_code)
     shared = drafter, target.vocabulary(spec), drafter.spec.mask_token_id, block_size
     budgets = arguments.tree_budget or [64 if arguments.mode == "tree" else None]
     return target, [BlockDrafter(*shared, budget) for budget in budgets], block_size
@@ -123,6 +125,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--chat-template-kwargs", type=json_object, default={}, help="JSON, e.g. '{\"enable_thinking\": false}'")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: that of the features the drafter trained on")
     parser.add_argument("--device", help="default: cuda if there is one")
+    add_trust(parser)
     parser.add_argument("--no-compare", action="store_true", help="skip plain decoding")
     parser.add_argument("--json", help="file for the report")
     arguments = parser.parse_args(argv)

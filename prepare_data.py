@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.cli import check_output, json_object, positive, run_script
+from common.cli import add_trust, check_output, json_object, positive, run_script, writing
 from common.errors import UserError
 
 if TYPE_CHECKING:
@@ -85,6 +85,7 @@ def add_writing(commands: Commands, name: str, run: Callable[[argparse.Namespace
     command.add_argument("--concurrency", type=positive, default=64, help="conversations at a time with --server")
     command.add_argument("--batch-size", type=positive, default=256, help="conversations at a time without; more is faster while they fit")
     command.add_argument("--device", help="without --server; default: cuda if there is one")
+    add_trust(command)
     command.set_defaults(run=run)
     return command
 
@@ -122,6 +123,7 @@ def add_pack(commands: Commands) -> None:
     command.add_argument("--seed", type=int, default=0, help="of the choice of held-out conversations")
     command.add_argument("--workers", type=positive, metavar="N", help="processes that tokenize (default: one a core)")
     command.add_argument("--json", nargs="?", const="-", type=json_file, help="write the summary to this file, or instead of text")
+    add_trust(command)
     command.set_defaults(run=run_pack)
 
 
@@ -135,7 +137,8 @@ def run_pack(arguments: argparse.Namespace) -> None:
         print(json.dumps(summary, indent=1))
         return
     if arguments.json:
-        Path(arguments.json).write_text(json.dumps(summary, indent=1))
+        with writing("--json", arguments.json):
+            Path(arguments.json).write_text(json.dumps(summary, indent=1))
     for store in filter(None, (summary, summary["heldout"])):
         share = store["supervised_tokens"] / store["tokens"]
         print(f"{store['folder']}: {store['documents']:,} documents, {store['tokens']:,} tokens, {share:.1%} of them supervised")
@@ -147,6 +150,7 @@ def add_inspect(commands: Commands) -> None:
     command.add_argument("store")
     command.add_argument("--document", type=int, action="append", metavar="N", help="show document N (from 0); may be repeated")
     command.add_argument("--tokenizer", metavar="FOLDER", help="default: that of the target the store was packed for")
+    add_trust(command)
     command.set_defaults(run=run_inspect)
 
 

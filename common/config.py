@@ -198,7 +198,8 @@ class CheckpointConfig:
 @dataclass
 class ValidationConfig:
     path: str | None = "auto"
-    """Token store of held-out conversations; `auto`: `<data.path>-heldout`, as `pack --heldout` writes it, if it exists; null: none."""
+    """Token store of held-out conversations; `auto`: `<data.path>-heldout`, if it is there, which must be what `pack --heldout` held out
+    of data.path; null: none."""
     every: Count = 500
     """Steps between validations; the last step always validates."""
     rows: Count | None = 64

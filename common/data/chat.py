@@ -29,10 +29,10 @@ CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 ESCAPE, MARK = 0x100000, "\U0010fffc"
 
 
-def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
+def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerFast:
     """The tokenizer of a folder or hub id. Raises: UserError if there is none, or none with exact offsets."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)  # left out, it would ask on the terminal
     except Exception as error:  # transformers raises many kinds; the user needs one sentence
         raise UserError(
             f"no tokenizer could be loaded from {path} ({str(error).strip().splitlines()[0]}); give the target's folder"

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from common.errors import UserError
 
@@ -15,6 +15,9 @@ ROLES = {
     "system": "system", "developer": "developer", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant",
     "model": "assistant", "chatgpt": "assistant", "tool": "tool", "function": "tool", "observation": "tool",
 }  # fmt: skip
+
+LINE_BYTES = 16 << 20
+"""The longest line that is read: a million tokens with their ids, and what one process can hold many of."""
 
 Message = dict[str, Any]
 """What a chat template is given for a turn: `role`, `content` and whatever else the row said (names, tool calls, thoughts)."""
@@ -34,8 +37,11 @@ def conversation(row: dict[str, Any]) -> list[Message]:
         turns = []
         for role, part in (("user", row["prompt"]), ("assistant", row["completion"])):
             turns += part if isinstance(part, list) else [{"role": role, "content": part}]
-    if not isinstance(turns, list):
+    if turns is None:
         raise Rejected("no messages, conversations, prompt with completion, or text")
+    if not isinstance(turns, list):
+        what = "text" if isinstance(turns, str) else "no list"
+        raise Rejected(f"its messages are {what}, not a list of objects")
     return [normalise(turn) for turn in turns]
 
 
@@ -55,8 +61,12 @@ def normalise(turn: Any) -> Message:
     return {k: v for k, v in turn.items() if k not in ("from", "value")} | {"role": ROLES[role], "content": content}
 
 
-def read_lines(path: str) -> Iterator[tuple[str, str, bytes | Rejected]]:
-    """Yield (location, source, line) of a JSONL file, plain or gzipped, or of stdin for `-`; a Rejected stands for what cannot be read.
+Line = tuple[str, str, bytes | Rejected]
+"""Where a line is, what it comes from, and what it holds; a Rejected stands for what cannot be read."""
+
+
+def read_lines(path: str) -> Iterator[Line]:
+    """Yield the lines of a JSONL file, plain or gzipped, or of stdin for `-`.
 
     Raises: UserError if the file cannot be opened.
     """
@@ -64,15 +74,23 @@ def read_lines(path: str) -> Iterator[tuple[str, str, bytes | Rejected]]:
     source = "stdin" if path == "-" else name.removesuffix(".gz").removesuffix(".jsonl").removesuffix(".json")
     opener = gzip.open if name.endswith(".gz") else open
     try:
-        stream = sys.stdin.buffer if path == "-" else opener(path, "rb")
+        stream: Any = sys.stdin.buffer if path == "-" else opener(path, "rb")
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); name a file that can") from None
     with nullcontext() if path == "-" else stream:
         try:
-            for number, line in enumerate(stream, 1):
-                yield f"{path}:{number}", source, line
+            while line := stream.readline(LINE_BYTES + 1):
+                number += 1
+                yield f"{path}:{number}", source, line if len(line) <= LINE_BYTES else _skip_rest(stream, line)
         except (OSError, EOFError, zlib.error) as error:
             yield f"{path}:{number + 1}", source, Rejected(f"the file cannot be read further ({type(error).__name__})")
+
+
+def _skip_rest(stream: BinaryIO, line: bytes) -> Rejected:
+    """Read on to the end of a line that is too long, and keep none of it: a few megabytes of an archive hold gigabytes of one line."""
+    while line and not line.endswith(b"\n"):
+        line = stream.readline(LINE_BYTES)
+    return Rejected(f"a line of more than {LINE_BYTES >> 20} MiB")
 
 
 def parse(line: bytes | Rejected) -> Any:

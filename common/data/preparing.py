@@ -6,22 +6,23 @@ One process reads lines and writes documents, several tokenize; the store's byte
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Generator, Iterator
-from contextlib import ExitStack, closing
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from common.data.conversations import Rejected, read_lines
+from common.cli import check_input
+from common.data.conversations import Line, Rejected, read_lines
 from common.data.parallel import cores, ordered_map
 from common.data.store import Document, StoreWriter, TokenStore
 from common.data.tokenizing import Batch, LineTokenizer, Tokenized
 from common.errors import UserError
 
 SHOWN_LINES, SHOWN_REASONS = 100, 50
-BATCH_LINES = 64
+BATCH_LINES, BATCH_BYTES = 64, 4 << 20
 ALONE_BYTES = 4 << 20
 """Of input: so much one process has tokenized before others would have started."""
 COMPARED_LINES = 1024
@@ -109,19 +110,21 @@ def pack(
     chat_template_kwargs: dict[str, Any] | None = None,
     seed: int = 0,
     workers: int | None = None,
+    trust_remote_code: bool = False,
 ) -> dict[str, Any]:
     """Write a token store of the conversations in `inputs`, and a second one of `heldout` of them. Returns what was counted.
 
-    Which conversations are held out depends on `seed` and their own tokens only. `workers` processes tokenize (None: one a core).
+    The first store names the second by its fingerprint, so that no other passes for what was held out of it. Which conversations are
+    held out depends on `seed` and their own tokens only. `workers` processes tokenize (None: one a core).
 
     Raises: UserError if nothing is usable, with the reasons.
     """
     for path in inputs:
-        if path != "-" and not Path(path).is_file():
-            raise UserError(f"{path}: no such file; name JSONL files, or `-` for stdin")
+        if path != "-":
+            check_input("input", path)
     if heldout < 0:
         raise UserError(f"--heldout {heldout} must not be negative; give the number of conversations to hold out")
-    tokenizer, counts = LineTokenizer(target, chat_template_kwargs or {}, max_tokens, seed), Counts()
+    tokenizer = LineTokenizer(target, chat_template_kwargs or {}, max_tokens, seed, trust_remote_code)
     chat = tokenizer.chat
     meta = {
         "target": str(Path(target).resolve()) if Path(target).is_dir() else target,
@@ -135,25 +138,34 @@ def pack(
     locations = [Path(folder).resolve() for folder in folders]
     if any(a == b or a in b.parents for a, b in itertools.permutations(locations, 2)):
         raise UserError(f"--output {output} and --heldout-output {folders[1]} lie in each other: name two folders side by side")
-    with ExitStack() as stack:
-        split = Split([stack.enter_context(StoreWriter(folder, meta)) for folder in folders], heldout)
-        lines = stack.enter_context(closing(tokenized_lines(tokenizer, inputs, workers or cores())))
-        for location, source, line in lines:
-            counts.lines += 1
-            if isinstance(line, Rejected):
-                counts.reject(line, location)
-            else:
-                counts.accept(line)
-                split.add(line, source)
-        if not counts.accepted:
-            reasons = "; ".join(_describe_rejects(counts.rejects)) or "the input is empty"
-            raise UserError(f"none of {counts.lines} lines is usable: {reasons}")
-        if counts.accepted == split.held_out:
-            raise UserError(f"--heldout {heldout} leaves none of {counts.accepted} usable conversations to train on; hold out fewer")
-        split.finish()
-        meta["pack"] = asdict(counts)
+    with StoreWriter(output, dict(meta)) as train:
+        with StoreWriter(folders[1], dict(meta)) if heldout else nullcontext() as apart:
+            with closing(tokenized_lines(tokenizer, inputs, workers or cores())) as lines:
+                counts = _fill(Split([train, apart] if apart else [train], heldout), lines)
+            for store in (train, apart) if apart else (train,):
+                store.meta["pack"] = asdict(counts)
+        train.meta["heldout"] = apart.meta["fingerprint"] if apart else None
     written = [{"folder": f} | {k: TokenStore.open(f).meta[k] for k in ("documents", "tokens", "supervised_tokens")} for f in folders]
     return written[0] | {"heldout": written[1] if heldout else None} | asdict(counts)
+
+
+def _fill(split: Split, lines: Iterable[tuple[str, str, Tokenized | Rejected]]) -> Counts:
+    """Write the documents of all lines. Returns what became of them. Raises: UserError if nothing is left to train on."""
+    counts = Counts()
+    for location, source, line in lines:
+        counts.lines += 1
+        if isinstance(line, Rejected):
+            counts.reject(line, location)
+        else:
+            counts.accept(line)
+            split.add(line, source)
+    if not counts.accepted:
+        reasons = "; ".join(_describe_rejects(counts.rejects)) or "the input is empty"
+        raise UserError(f"none of {counts.lines} lines is usable: {reasons}")
+    if counts.accepted == split.held_out:
+        raise UserError(f"--heldout {split.heldout} leaves none of {counts.accepted} usable conversations to train on; hold out fewer")
+    split.finish()
+    return counts
 
 
 def tokenized_lines(
@@ -177,13 +189,22 @@ def tokenized_lines(
 
 def _batches(inputs: list[str], origins: deque[list[tuple[str, str]]]) -> Iterator[Batch]:
     """Yield batches of lines, and note where they are from."""
-    lines = tqdm(itertools.chain.from_iterable(map(read_lines, inputs)), unit=" lines", disable=None)
-    for first_line in itertools.count(0, BATCH_LINES):
-        batch = list(itertools.islice(lines, BATCH_LINES))
-        if not batch:
-            return
+    lines = iter(tqdm(itertools.chain.from_iterable(map(read_lines, inputs)), unit=" lines", disable=None))
+    read = 0
+    while batch := list(_some(lines)):
         origins.append([(location, source) for location, source, _ in batch])
-        yield [line for _, _, line in batch], first_line < COMPARED_LINES
+        yield [line for _, _, line in batch], read < COMPARED_LINES
+        read += len(batch)
+
+
+def _some(lines: Iterator[Line]) -> Iterator[Line]:
+    """As many lines as one process is given at a time: few where they are long, for all of them lie in memory."""
+    size_bytes = 0
+    for line in itertools.islice(lines, BATCH_LINES):
+        yield line
+        size_bytes += len(line[2]) if isinstance(line[2], bytes) else 0
+        if size_bytes > BATCH_BYTES:
+            return
 
 
 def describe_counts(counts: dict[str, Any]) -> str:

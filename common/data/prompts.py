@@ -1,9 +1,9 @@
 """Prompts of a JSONL file: what a target is asked when its drafter is evaluated."""
 
 import itertools
-from pathlib import Path
 from typing import Any
 
+from common.cli import check_input
 from common.data.chat import Chat
 from common.data.conversations import Message, Rejected, conversation, parse, read_lines
 from common.errors import UserError
@@ -14,8 +14,7 @@ def read_prompts(path: str, chat: Chat, limit: int | None, longest: int) -> list
 
     Raises: UserError for a row that cannot be asked, with its location.
     """
-    if not Path(path).is_file():
-        raise UserError(f"--prompts {path}: no such file; it holds a JSON object a line with messages, question or prompt")
+    check_input("--prompts", path)
     prompts = []
     for location, _, line in itertools.islice(read_lines(path), limit):
         try:

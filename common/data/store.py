@@ -18,10 +18,14 @@ from typing import Any, Self
 
 import numpy as np
 
+from common.cli import writing
 from common.errors import UserError
+from common.locks import OutputLock
 from common.trees import digest
 
 VERSION = 1
+FLAG = "--output"
+"""How the user named the folder that a store is written to."""
 FILES = {"tokens": np.int32, "mask": np.uint8, "offsets": np.int64, "sources": np.uint16}
 STORE_FILES = {"meta.json", *(f"{name}.bin" for name in FILES)}
 
@@ -56,20 +60,24 @@ class StoreWriter:
 
     `meta` may grow until then. Left by an exception, as a context manager, it leaves nothing behind.
 
-    Raises: UserError if the folder holds something else or cannot be written.
+    Raises: UserError if the folder holds something else, cannot be written, or is being written by another command.
     """
 
     def __init__(self, folder: str | Path, meta: dict[str, Any]) -> None:
         self.folder, self.meta = Path(folder).resolve(), meta
         if self.folder.exists() and not _may_be_replaced(self.folder):
             raise UserError(f"{folder} exists and is not (only) a token store: it will not be overwritten; name another folder")
-        self.temporary = self.folder.with_name(f".{self.folder.name}.{os.getpid()}.partial")
-        shutil.rmtree(self.temporary, ignore_errors=True)
-        try:
-            self.temporary.mkdir(parents=True)
-        except OSError as error:
-            raise UserError(f"{folder} cannot be written ({error.strerror}); name another folder") from None
-        self.tokens, self.mask = _File(self.temporary / "tokens.bin"), _File(self.temporary / "mask.bin")
+        with writing(FLAG, folder, "make room, or name another folder"):
+            self.folder.parent.mkdir(parents=True, exist_ok=True)
+            self.lock = OutputLock(FLAG, self.folder)
+            self.temporary = self.folder.with_name(f".{self.folder.name}.partial")
+            try:
+                shutil.rmtree(self.temporary, ignore_errors=True)  # of a command that was killed
+                self.temporary.mkdir()
+                self.tokens, self.mask = _File(self.temporary / "tokens.bin"), _File(self.temporary / "mask.bin")
+            except OSError:
+                self._give_up()
+                raise
         self.offsets, self.sources, self.supervised = array("q", [0]), array("H"), 0
         self.source_names: dict[str, int] = {}
         self._used = np.zeros(0, bool)  # by token id
@@ -85,8 +93,9 @@ class StoreWriter:
             raise UserError(f"a document needs as many 0/1 mask values as tokens, at least one; got shapes {ids.shape} and {mask.shape}")
         if ids.min() < 0 or (vocab_size is not None and ids.max() >= vocab_size):
             raise UserError(f"token ids {ids.min()}..{ids.max()} do not fit a vocabulary of {vocab_size}; use the target's own tokenizer")
-        self.tokens.write(ids.tobytes())
-        self.mask.write(mask.tobytes())
+        with writing(FLAG, self.folder):
+            self.tokens.write(ids.tobytes())
+            self.mask.write(mask.tobytes())
         self.offsets.append(self.offsets[-1] + len(ids))
         self.sources.append(self.source_names.setdefault(source, len(self.source_names)))
         self.supervised += int(mask.sum())
@@ -95,7 +104,15 @@ class StoreWriter:
         self._used[ids] = True
 
     def close(self) -> dict[str, Any]:
-        """Make the store visible and return its meta."""
+        """Make the store visible and return its meta. Raises: UserError if the disk is full; nothing has changed then."""
+        try:
+            with writing(FLAG, self.folder):
+                self.meta = self._close()
+        finally:
+            self._give_up()
+        return self.meta
+
+    def _close(self) -> dict[str, Any]:
         offsets, sources = _File(self.temporary / "offsets.bin"), _File(self.temporary / "sources.bin")
         offsets.write(self.offsets.tobytes())
         sources.write(self.sources.tobytes())
@@ -113,10 +130,17 @@ class StoreWriter:
         marker = _File(self.temporary / "meta.json")
         marker.write(json.dumps(meta | {"digest": digest(meta)}, indent=1).encode())
         marker.close()
+        old = self.folder.with_name(f".{self.folder.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
         if self.folder.exists():
-            shutil.rmtree(self.folder)
+            os.rename(self.folder, old)
         os.rename(self.temporary, self.folder)
+        shutil.rmtree(old, ignore_errors=True)
         return meta
+
+    def _give_up(self) -> None:
+        shutil.rmtree(self.temporary, ignore_errors=True)
+        self.lock.drop()
 
     def __enter__(self) -> Self:
         return self
@@ -125,7 +149,7 @@ class StoreWriter:
         if kind is None:
             self.close()
         else:
-            shutil.rmtree(self.temporary, ignore_errors=True)
+            self._give_up()
 
 
 def _may_be_replaced(folder: Path) -> bool:

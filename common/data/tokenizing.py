@@ -35,10 +35,12 @@ class Tokenized:
 class LineTokenizer:
     """Tokenizes batches of lines. Pickled as what it is made from, so that each process loads its own tokenizer."""
 
-    def __init__(self, target: str, template_kwargs: dict[str, Any], max_tokens: int | None, seed: int) -> None:
-        self.made_from = target, template_kwargs, max_tokens, seed
+    def __init__(
+        self, target: str, template_kwargs: dict[str, Any], max_tokens: int | None, seed: int, trust_remote_code: bool = False
+    ) -> None:
+        self.made_from = target, template_kwargs, max_tokens, seed, trust_remote_code
         self.max_tokens, self.seed = max_tokens, seed
-        self.chat = Chat(load_tokenizer(target), template_kwargs)
+        self.chat = Chat(load_tokenizer(target, trust_remote_code), template_kwargs)
 
     def __reduce__(self) -> tuple[type, tuple]:
         return type(self), self.made_from

@@ -78,9 +78,11 @@ class DecodingTarget:
         return masks if len(masks) > 1 else masks.popitem()[1]
 
 
-def load_target(folder: str | Path, taps: Sequence[int], dtype: torch.dtype, device: torch.device) -> DecodingTarget:
+def load_target(
+    folder: str | Path, taps: Sequence[int], dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False
+) -> DecodingTarget:
     """A folder's causal LM, ready to verify. Raises: UserError if it does not load or cannot verify."""
-    return DecodingTarget(load_causal_lm(folder, dtype, device, "--target"), taps)
+    return DecodingTarget(load_causal_lm(folder, dtype, device, "--target", trust_remote_code), taps)
 
 
 def cache_windows(model: PreTrainedModel) -> dict[str, int | None]:

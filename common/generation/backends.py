@@ -91,12 +91,18 @@ class LocalBackend:
     """
 
     def __init__(
-        self, folder: str | Path, tokenizer: PreTrainedTokenizerFast, pad_id: int, batch_size: int, device: str | None = None
+        self,
+        folder: str | Path,
+        tokenizer: PreTrainedTokenizerFast,
+        pad_id: int,
+        batch_size: int,
+        device: str | None = None,
+        trust_remote_code: bool = False,
     ) -> None:
         self.tokenizer, self.pad_id, self.batch_size = tokenizer, pad_id, batch_size
         self.device = open_device(device)
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
-        model: Any = load_causal_lm(folder, dtype, self.device, "--target")
+        model: Any = load_causal_lm(folder, dtype, self.device, "--target", trust_remote_code)
         model.generation_config = GenerationConfig()  # the folder's own penalties and top-k would bend the target's distribution
         self.model = model
 

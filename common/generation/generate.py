@@ -7,12 +7,14 @@ was.
 import hashlib
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from tqdm import tqdm
 
+from common.cli import check_input
 from common.data.chat import Chat, load_tokenizer
 from common.data.conversations import Message, Rejected, conversation, parse, read_lines
 from common.errors import UserError
@@ -56,13 +58,15 @@ class Job:
         turns: int = 1,
         topics: str | Path | None = None,
         input: str | Path | None = None,
+        trust_remote_code: bool = False,
     ) -> Self:
         """The job of a command line; everything is checked before the weights are loaded. Raises: UserError for what cannot be."""
         for flag, path in (("--topics", topics), ("--input", input)):
-            if path is not None and not Path(path).is_file():
-                raise UserError(f"{flag} {path}: no such file; name one that is there")
+            if path is not None:
+                check_input(flag, path, again=True)
         folder = resolve(target)
-        chat, spec = Chat(load_tokenizer(folder), chat_template_kwargs), read_spec(folder)
+        chat = Chat(load_tokenizer(folder, trust_remote_code), chat_template_kwargs)
+        spec = read_spec(folder, trust_remote_code)
         if not spec.eos_token_ids:
             raise UserError(
                 f"--target {target}: neither config.json nor generation_config.json says what ends a turn; add eos_token_id to one"
@@ -78,10 +82,14 @@ class Job:
             "turns": turns, "topics": _digest(topics), "input": _digest(input),
         }  # fmt: skip
         opened = ConversationFile(output, settings, chat.tokenizer, keep)
-        if server:
-            backend = ServerBackend(server, chat.tokenizer, concurrency)
-        else:
-            backend = LocalBackend(folder, chat.tokenizer, spec.eos_token_ids[0], batch_size, device)
+        try:
+            if server:
+                backend = ServerBackend(server, chat.tokenizer, concurrency)
+            else:
+                backend = LocalBackend(folder, chat.tokenizer, spec.eos_token_ids[0], batch_size, device, trust_remote_code)
+        except BaseException:
+            opened.close()
+            raise
         return cls(backend, Script(chat, spec, seed, answer, question, system), opened, turns, topics, input)
 
     def synthesize(self, num: int) -> dict[str, int]:
@@ -90,38 +98,42 @@ class Job:
 
         Raises: UserError when none of 32 or more in a row is kept.
         """
-        begun, useless, output = 0, 0, self.output
+        begun, useless = 0, 0
         topics = _topics(self.topics) if self.topics else [None]
-        while (missing := num - sum(f"{i:08d}" in output.kept for i in range(begun))) > 0:
-            ids = [f"{i:08d}" for i in range(begun, begun + missing)]
-            about = [topics[i % len(topics)] for i in range(begun, begun + missing)]
-            self._run([(i, self.script.synthesize(i, self.turns, topic)) for i, topic in zip(ids, about, strict=True)])
-            useless = useless + missing if output.kept.isdisjoint(ids) else 0
-            if useless >= 32:
-                raise UserError(f"none of {useless} conversations is usable ({output.summary()}): see {output.path}.*; --keep may help")
-            begun += missing
-        return output.summary()
+        with closing(self.output) as output:
+            while (missing := num - sum(f"{i:08d}" in output.kept for i in range(begun))) > 0:
+                ids = [f"{i:08d}" for i in range(begun, begun + missing)]
+                about = [topics[i % len(topics)] for i in range(begun, begun + missing)]
+                self._run([(i, self.script.synthesize(i, self.turns, topic)) for i, topic in zip(ids, about, strict=True)])
+                useless = useless + missing if output.kept.isdisjoint(ids) else 0
+                if useless >= 32:
+                    raise UserError(f"none of {useless} conversations is usable ({output.summary()}): see {output.path}.*; --keep may help")
+                begun += missing
+            return output.summary()
 
     def regenerate(self) -> dict[str, int]:
         """Answer the users' turns of the input's conversations anew. Returns how many rows were kept, and the others by their flaw.
 
         Raises: UserError when nothing is kept.
         """
-        given, path = [], str(self.input)
+        given, refused, path = [], [], str(self.input)
         for number, (_, _, line) in enumerate(read_lines(path), 1):
             row = parse(line)
             row_id = str(row.get("id", number)) if isinstance(row, dict) else str(number)
+            row_id = row_id.encode(errors="replace").decode()  # half a surrogate pair is no text
             try:
                 given.append((row_id, _to_answer(row)))
             except Rejected as rejected:
-                self.output.add([(row_id, rejected)])
+                refused.append((row_id, rejected))
         given.sort(key=lambda job: (len(job[1]), sum(len(message["content"]) for message in job[1])))  # alike ones share a batch
-        if len({row_id for row_id, _ in given}) < len(given):
-            raise UserError(f"--input {path}: ids occur twice; give each conversation an `id` of its own, or none")
-        self._run([(row_id, self.script.regenerate(row_id, messages)) for row_id, messages in given])
-        if not self.output.kept:
-            raise UserError(f"--input {path}: no conversation is usable ({self.output.summary()}): see {self.output.path}.*")
-        return self.output.summary()
+        with closing(self.output) as output:
+            if len({row_id for row_id, _ in given}) < len(given):
+                raise UserError(f"--input {path}: ids occur twice; give each conversation an `id` of its own, or none")
+            output.add(refused)
+            self._run([(row_id, self.script.regenerate(row_id, messages)) for row_id, messages in given])
+            if not output.kept:
+                raise UserError(f"--input {path}: no conversation is usable ({output.summary()}): see {output.path}.*")
+            return output.summary()
 
     def _run(self, jobs: list[RowJob]) -> None:
         tokens, begun_s, before = 0, time.monotonic(), frozenset(self.output.done)
@@ -134,7 +146,10 @@ class Job:
 
 
 def _digest(path: str | Path | None) -> str | None:
-    return None if path is None else hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
+    if path is None:
+        return None
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 
 def _topics(path: str | Path) -> list[str]:

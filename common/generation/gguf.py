@@ -7,18 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from common.cli import writing
 from common.errors import UserError
 from common.generation.gguf_file import GgufFile, check_weights, rope_parameters
 from common.generation.gguf_tokens import mend_tokenizer
+from common.locks import OutputLock
 from common.target.loading import load_causal_lm, loading_problems
 
 
 def convert(file: str | Path, folder: str | Path, dtype: str = "bfloat16") -> None:
     """Turn a GGUF file into a folder of safetensors, tokenizer and chat template that holds every weight and every token of the file.
 
-    Raises: UserError if packages are missing, the file cannot be read, the folder exists, or anything would be lost; no folder is left.
+    Raises: UserError if packages are missing, the file cannot be read, the folder exists, is full, or being written by
+    another command, or anything would be lost; no folder is left.
     """
     file, folder = Path(file), Path(folder)
     missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
@@ -28,23 +32,31 @@ def convert(file: str | Path, folder: str | Path, dtype: str = "bfloat16") -> No
         raise UserError(f"--gguf {file}: no such file; name one that is there")
     if folder.exists():
         raise UserError(f"--output {folder} exists; choose another folder")
-    part = folder.with_name(f"{folder.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    try:
-        _write(file, part, getattr(torch, dtype))
-        if not (part / "chat_template.jinja").exists():
-            print(f"{file} carries no chat template: give {folder}/chat_template.jinja one before packing conversations")
-        part.rename(folder)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+    part = folder.with_name(f".{folder.name}.partial")
+    with writing("--output", folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = OutputLock("--output", folder)
+        try:
+            shutil.rmtree(part, ignore_errors=True)
+            _write(file, part, getattr(torch, dtype))
+            if not (part / "chat_template.jinja").exists():
+                print(f"{file} carries no chat template: give {folder}/chat_template.jinja one before packing conversations")
+            part.rename(folder)
+        except SafetensorError as error:
+            raise UserError(f"--output {folder} cannot be written ({error}); make room there, or name another one") from None
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+            lock.drop()
 
 
 def _write(file: Path, folder: Path, dtype: torch.dtype) -> None:
     """Write the folder, and compare what was written with the file."""
     try:
         original = GgufFile(file)
-        tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-        model, report = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=dtype, output_loading_info=True)
+        tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, dtype=dtype, output_loading_info=True, trust_remote_code=False
+        )
     except Exception as error:  # the readers raise many kinds; the user needs one sentence
         raise UserError(f"--gguf {file} could not be read: {' '.join(str(error).split())[:300]}; fetch it again") from None
     if problems := loading_problems(report):

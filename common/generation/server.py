@@ -1,13 +1,10 @@
 """A target that writes through a server: vLLM, SGLang or llama.cpp, over HTTP."""
 
-import http.client
 import json
-import os
 import random
+import sys
 import threading
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -18,6 +15,10 @@ from transformers import PreTrainedTokenizerFast
 from common.data.conversations import Rejected
 from common.errors import UserError
 from common.generation.backends import Dialogue, Job, Outcome, Reply, Request, advance
+from common.generation.transport import SHOWN, CallFailed, api_key, call
+
+LONGEST_PAUSE_S = 300.0
+"""What a server that asks for a pause is given at most."""
 
 
 @dataclass(frozen=True)
@@ -28,19 +29,19 @@ class Protocol:
     """From the address that is given up to /v1."""
     fields: dict[str, Any]
     """Beside those that all understand. Servers bend samples by defaults of their own or the model's generation_config.json."""
-    read: Callable[[dict[str, Any]], tuple[str, Any, bool, int | None]]
-    """Text, ids, whether the limit cut the turn, and how many tokens were written."""
+    read: Callable[[Any], tuple[Any, Any, bool, Any]]
+    """Text, ids, whether the limit cut the turn, and how many tokens were written, as far as the answer tells."""
 
 
-def _read_completions(answer: dict[str, Any]) -> tuple[str, Any, bool, int | None]:
-    choice, usage = answer["choices"][0], answer.get("usage") or {}
+def _read_completions(answer: Any) -> tuple[Any, Any, bool, Any]:
+    choice, usage = answer["choices"][0], answer.get("usage")
     ids, end = choice.get("token_ids"), choice.get("matched_stop")  # SGLang names the token that ended the turn
     if isinstance(ids, list) and isinstance(end, int) and ids[-1:] != [end]:
         ids = [*ids, end]
-    return choice["text"], ids, choice.get("finish_reason") == "length", usage.get("completion_tokens")
+    return choice["text"], ids, choice.get("finish_reason") == "length", usage.get("completion_tokens") if isinstance(usage, dict) else None
 
 
-def _read_llama_cpp(answer: dict[str, Any]) -> tuple[str, Any, bool, int | None]:
+def _read_llama_cpp(answer: Any) -> tuple[Any, Any, bool, Any]:
     return answer["content"], answer.get("tokens"), answer["stop_type"] == "limit", answer.get("tokens_predicted")
 
 
@@ -53,8 +54,8 @@ LLAMA_CPP = Protocol("../completion", {"samplers": ["temperature", "top_p"], "re
 class ServerBackend:
     """Dialogues against a server: prompts travel as token ids, in the target's own template; written ids come back where the server tells.
 
-    What may pass (429, 5xx, a cut connection, an answer that is no JSON) is tried again with growing pauses; what may not becomes a
-    Rejected. OPENAI_API_KEY is sent where it is set.
+    What may pass (429, 5xx, a cut connection, an answer that is none) is tried again with growing pauses; what may not becomes a
+    Rejected. OPENAI_API_KEY is sent to this server, where it is set, and to no other.
 
     Raises: UserError if there is no server, or no model in it.
     """
@@ -70,10 +71,10 @@ class ServerBackend:
     ) -> None:
         self.url, self.tokenizer, self.concurrency = url.rstrip("/"), tokenizer, concurrency
         self.retries, self.pause_s, self.timeout_s, self.stopping = retries, pause_s, timeout_s, threading.Event()
+        self.key, self._said_long_pause = api_key(), False
         try:
-            model = self._call(f"{self.url}/models")["data"][0]
-            self.model, self.protocol = model["id"], LLAMA_CPP if model.get("owned_by") == "llamacpp" else COMPLETIONS
-        except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError, AttributeError) as error:
+            self.model, self.protocol = _served(call(f"{self.url}/models", self.key, timeout_s))
+        except CallFailed as error:
             raise UserError(f"--server {url} does not list a model at {self.url}/models ({error}); give the address up to /v1") from None
 
     def run(self, jobs: Iterable[Job], done: Collection[str]) -> Iterator[list[Outcome]]:
@@ -128,36 +129,54 @@ class ServerBackend:
         for attempt in range(self.retries + 1):
             pause_s = min(60.0, self.pause_s * 2**attempt) * jitter.uniform(0.5, 1.5)
             try:
-                return self._reply(request, *self.protocol.read(self._call(address, body)))
-            except urllib.error.HTTPError as error:
-                problem = f"HTTP {error.code}: {_complaint(error)}"
-                if error.code < 500 and error.code not in (408, 429):
+                return self._reply(request, call(address, self.key, self.timeout_s, body))
+            except CallFailed as error:
+                problem = str(error)
+                if error.lasting:
                     raise Rejected(problem) from None
-                told = error.headers.get("Retry-After", "")
-                pause_s = max(pause_s, float(told)) if told.isdigit() else pause_s
-            except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError, AttributeError) as error:
-                problem = f"{type(error).__name__}: {error}"
+                pause_s = max(pause_s, self._asked_pause_s(error))
             if attempt < self.retries and self.stopping.wait(pause_s):
                 raise Rejected("stopped")
         raise Rejected(f"given up after {self.retries + 1} tries, the last: {problem}")
 
-    def _reply(self, request: Request, text: str, ids: Any, cut: bool, tokens: int | None) -> Reply:
-        """Ids that lack the token that ended the turn would teach that answers do not end: then there are none."""
-        told = isinstance(ids, list) and ids and all(type(token) is int for token in ids)
+    def _asked_pause_s(self, error: CallFailed) -> float:
+        if error.pause_s > LONGEST_PAUSE_S and not self._said_long_pause:
+            self._said_long_pause = True
+            print(
+                f"{self.url} asks to wait {error.pause_s:g} s ({error}): {LONGEST_PAUSE_S:g} s are waited at most, then it is asked again",
+                file=sys.stderr,
+            )
+        return min(LONGEST_PAUSE_S, error.pause_s)
+
+    def _reply(self, request: Request, answer: Any) -> Reply:
+        """What an answer says. Ids that lack the token that ended the turn would teach that answers do not end: then there are none.
+
+        Raises: CallFailed for an answer that is none.
+        """
+        try:
+            text, ids, cut, tokens = self.protocol.read(answer)
+            text.encode()  # half a surrogate pair is no text
+        except (ValueError, LookupError, TypeError, AttributeError):
+            raise CallFailed(f"an answer without a text: {_short(answer)}") from None
+        told = isinstance(ids, list) and ids and all(type(token) is int and token >= 0 for token in ids)
         whole = tuple(ids) if told and (cut or ids[-1] in request.stop_ids) else None
-        return Reply(text + "", tokens or len(whole or self.tokenizer(text, add_special_tokens=False).input_ids), cut, whole)
-
-    def _call(self, address: str, body: dict[str, Any] | None = None) -> Any:
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("OPENAI_API_KEY"):
-            headers["Authorization"] = f"Bearer {key}"
-        data = None if body is None else json.dumps(body).encode()
-        with urllib.request.urlopen(urllib.request.Request(address, data, headers), timeout=self.timeout_s) as answer:
-            return json.load(answer)
+        if type(tokens) is not int or not 0 < tokens <= request.sampling.max_tokens:
+            tokens = len(whole or self.tokenizer(text, add_special_tokens=False).input_ids)
+        return Reply(text, tokens, cut, whole)
 
 
-def _complaint(error: urllib.error.HTTPError) -> str:
+def _served(answer: Any) -> tuple[str, Protocol]:
+    """The model that a server lists first, and how to ask it. Raises: CallFailed for an answer that lists none."""
     try:
-        return error.read(300).decode(errors="replace").strip()
-    except (OSError, http.client.HTTPException):
-        return error.reason
+        model = answer["data"][0]
+        return model["id"] + "", LLAMA_CPP if model.get("owned_by") == "llamacpp" else COMPLETIONS
+    except (LookupError, TypeError, AttributeError):
+        raise CallFailed(f"it answers {_short(answer)}") from None
+
+
+def _short(answer: Any) -> str:
+    """The beginning of an answer, which often says what is wrong."""
+    try:
+        return json.dumps(answer)[:SHOWN]
+    except RecursionError:
+        return "lists within lists"

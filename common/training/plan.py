@@ -83,7 +83,7 @@ def make_plan(config: Config, job: Job) -> RunPlan:
     if needs_final_hidden(config) and config.drafter.zero_features:
         raise UserError("drafter.zero_features=true is an ablation of objective.loss=ce; drop one of them")
     rows = _open_rows(config, config.data.path, folder, target)
-    heldout = _open_heldout(config, folder, target)
+    heldout = _open_heldout(config, rows.store, folder, target)
     if heldout:
         check_averaging(config, job.drafters, "validation.every")
     used_ids = np.concatenate([loader.store.used_ids for loader in (rows, heldout) if loader is not None])
@@ -105,17 +105,24 @@ def make_plan(config: Config, job: Job) -> RunPlan:
     return RunPlan(config, folder, target, drafter, rows, heldout, schedule, shape, anchors)
 
 
-def _heldout_path(config: Config) -> str | None:
-    path = config.validation.path
-    if path == "auto":
-        path = config.data.path.rstrip("/") + "-heldout"
-        return path if Path(path).is_dir() else None
+def _heldout_path(config: Config, store: TokenStore) -> str | None:
+    """The folder of the held-out rows. Raises: UserError if the one beside the data was not held out of them."""
+    if config.validation.path != "auto":
+        return config.validation.path
+    path = config.data.path.rstrip("/") + "-heldout"
+    if not Path(path).is_dir():
+        return None
+    if "heldout" in store.meta and TokenStore.open(path).fingerprint != store.meta["heldout"]:  # stores of earlier versions do not know
+        raise UserError(
+            f"validation.path=auto: {path} is not what was held out of {config.data.path} when that was packed, so its conversations may "
+            f"be trained on; pack again with --heldout, or write validation.path={path} if you know better, or validation.path=null"
+        )
     return path
 
 
-def _open_heldout(config: Config, folder: Path, target: TargetSpec) -> RowLoader | None:
+def _open_heldout(config: Config, store: TokenStore, folder: Path, target: TargetSpec) -> RowLoader | None:
     """The held-out rows, if there are any. Raises: UserError that says where the store comes from, which a preset may have named."""
-    path = _heldout_path(config)
+    path = _heldout_path(config, store)
     if not path:
         return None
     try:
