@@ -161,9 +161,12 @@ def run_inspect(arguments: argparse.Namespace) -> None:
 
     store = TokenStore.open(arguments.store)
     if arguments.document is None:
-        print(f"{store.describe()}\n{describe_counts(store.meta['pack'])}")
+        print(f"{store.describe()}\n{describe_counts(store.meta.get('pack'))}")
         return
-    chat = Chat(load_tokenizer(arguments.tokenizer or store.meta["target"]))
+    tokenizer = arguments.tokenizer or store.meta.get("target")
+    if not isinstance(tokenizer, str):
+        raise UserError(f"{arguments.store} does not say for which target it was packed; name a folder with --tokenizer")
+    chat = Chat(load_tokenizer(tokenizer, arguments.trust_remote_code))
     for number in arguments.document:
         if not 0 <= number < len(store):
             raise UserError(f"--document {number}: the store holds documents 0 to {len(store) - 1}")

@@ -1,20 +1,25 @@
 """A target behind a server: the same rows as in process, whatever the network does, and the ids that it wrote wherever it tells."""
 
+import contextlib
 import http.server
 import itertools
 import json
 import threading
+import time
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from writing import QUESTIONS, open_job, rows_of, write_questions
 
 from common.data.chat import Chat, load_tokenizer
+from common.data.conversations import Rejected
 from common.errors import UserError
 from common.generation import generate
 from common.generation.backends import LocalBackend, Reply, Request, Sampling
 from common.generation.script import Script
 from common.generation.server import ServerBackend
+from common.generation.transport import CallFailed, call
 from common.target.files import read_spec
 
 
@@ -174,6 +179,125 @@ def test_a_server_that_is_down_or_broken_is_an_error_at_once(tiny_target, server
     server.fault = lambda prompt, tries: 500
     with pytest.raises(UserError, match=r"16 conversations in a row failed, the last with.*HTTP 500"):
         open_job(tiny_target, tmp_path / "b.jsonl", server=server.url, max_user_tokens=4).synthesize(100)
+
+
+class Raw(http.server.BaseHTTPRequestHandler):
+    """Answers with what `give(handler)` writes, and remembers what it was asked."""
+
+    give, asked = None, ()
+
+    def do_GET(self):
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.asked.append((self.path, self.headers.get("Authorization"), body))
+        self.give()
+
+    do_POST = do_GET
+
+    def log_message(self, *_):
+        pass
+
+
+@contextlib.contextmanager
+def raw_server(give):
+    """A server of one function; yields its address and the list of (path, key, body) that it was asked for."""
+    asked = []
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (Raw,), {"give": give, "asked": asked}))
+    server.handle_error = lambda *_: None  # the client hung up
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/v1", asked
+    server.shutdown()
+    server.server_close()
+
+
+def answer(text=b"{}", status=b"200", *headers, length=None):
+    """A function that answers with these bytes."""
+    lines = [b"HTTP/1.0 " + status, b"Content-Length: %d" % (len(text) if length is None else length), *headers, b"", text]
+    return lambda handler: handler.wfile.write(b"\r\n".join(lines))
+
+
+MODELS = answer(b'{"data": [{"id": "tiny"}]}')
+
+
+def test_the_key_goes_to_no_other_host(monkeypatch):
+    """Who answers with a redirect would be sent the key, to wherever he likes."""
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    with raw_server(MODELS) as (other, stolen):
+        redirect = answer(b"", b"302 Found", b"Location: " + other.encode() + b"/models")
+        with raw_server(redirect) as (url, asked):
+            with pytest.raises(UserError, match=r"HTTP 302: it redirects to .*/v1/models, which is not followed; give that address"):
+                ServerBackend(url, None, 1)
+            for code in (301, 302, 303, 307, 308):
+                with pytest.raises(CallFailed, match="which is not followed"):
+                    call(f"{url}/completions", "secret", 5.0, {"prompt": [1]})
+            assert {key for _, key, _ in asked} == {"Bearer secret"}
+        assert not stolen
+        ServerBackend(other, None, 1)
+        assert [key for _, key, _ in stolen] == ["Bearer secret"]
+    monkeypatch.setenv("OPENAI_API_KEY", "sec\nret")
+    with pytest.raises(UserError, match="OPENAI_API_KEY") as refused:
+        ServerBackend(other, None, 1)
+    assert "ret" not in str(refused.value).replace("cannot", "").replace("secret", "")
+    with pytest.raises(CallFailed, match="unknown url type"):
+        call("file:///etc/passwd", None, 5.0)
+
+
+def test_a_pause_without_end_is_not_waited_for(monkeypatch, capsys):
+    """`Retry-After: 99999999` is three years."""
+    monkeypatch.setattr("common.generation.server.LONGEST_PAUSE_S", 0.01)
+    later = answer(b"try later", b"429 Busy", b"Retry-After: 99999999")
+    with raw_server(lambda handler: (MODELS if handler.command == "GET" else later)(handler)) as (url, asked):
+        backend = ServerBackend(url, SimpleNamespace(decode=str), 1, retries=2, pause_s=0.001)
+        with pytest.raises(Rejected, match="given up after 3 tries, the last: HTTP 429: try later"):
+            backend.write(Request((1, 2), Sampling(0, 1, 8), (2,), 0))
+        assert len(asked) == 4 and capsys.readouterr().err.count("asks to wait 1e+08 s (HTTP 429: try later): 0.01 s are waited") == 1
+        later = answer(b"", b"429 Busy", "Retry-After: \u00b2".encode("latin-1"))
+        with pytest.raises(CallFailed) as refused:
+            call(url + "/completions", None, 5.0, {})
+        assert refused.value.pause_s == 0
+
+
+def drip(handler):
+    with contextlib.suppress(OSError):
+        handler.wfile.write(b"HTTP/1.0 200 OK\r\n\r\n[")
+        while True:
+            handler.wfile.write(b" ")
+            time.sleep(0.02)
+
+
+def drip_head(handler):
+    with contextlib.suppress(OSError):
+        handler.wfile.write(b"HTTP/1.0 200 OK\r\nX: ")
+        while True:
+            handler.wfile.write(b" ")
+            time.sleep(0.02)
+
+
+@pytest.mark.parametrize("give", [drip, drip_head])
+def test_a_dripping_answer_ends(give):
+    """A socket's timeout starts anew with every byte: a server that sends one a minute would hold up the run for ever."""
+    with raw_server(give) as (url, _), pytest.raises(CallFailed, match=r"no whole answer within 0.2 s"):
+        call(f"{url}/models", None, 0.2)
+
+
+def test_an_answer_without_end_does_not_fill_the_memory(monkeypatch):
+    """A server that never stops would take the machine down with it."""
+    monkeypatch.setattr("common.generation.transport.ANSWER_BYTES", 1 << 20)
+    with raw_server(answer(b" " * (3 << 20))) as (url, _), pytest.raises(CallFailed, match="more than 1 MiB"):
+        call(f"{url}/models", None, 30.0)
+
+
+def test_a_server_that_fails_says_why(tiny_target):
+    """`HTTP 500` sends the user to the server's log on another machine; the reason was in the answer."""
+    with raw_server(answer(b'{"error": "CUDA out of\nmemory"}', b"500 Oh")) as (url, _):
+        with pytest.raises(UserError, match=r"HTTP 500: .*CUDA out of.*memory"):
+            ServerBackend(url, None, 1)
+    with raw_server(answer(b'{"error": {"message": "no such model"}}')) as (url, _):
+        with pytest.raises(UserError, match=r"does not list a model at .*/models \(it answers .*no such model"):
+            ServerBackend(url, None, 1)
+    reply = answer(b'{"object": "error", "message": "too long"}')
+    with raw_server(lambda handler: (MODELS if handler.command == "GET" else reply)(handler)) as (url, _):
+        with pytest.raises(Rejected, match="an answer without a text: .*too long"):
+            ServerBackend(url, SimpleNamespace(decode=str), 1, retries=0).write(Request((1, 2), Sampling(0, 1, 8), (2,), 0))
 
 
 def test_a_stop_ends_a_servers_conversations_at_the_next_turn(tiny_target, server):

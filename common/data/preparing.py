@@ -207,8 +207,15 @@ def _some(lines: Iterator[Line]) -> Iterator[Line]:
             return
 
 
-def describe_counts(counts: dict[str, Any]) -> str:
-    """What became of the lines, as `pack` counted it, for reading."""
+def describe_counts(counts: Any) -> str:
+    """What became of the lines, as `pack` counted it, for reading. Raises: UserError for counts that `pack` did not write."""
+    try:
+        return _describe(counts)
+    except (LookupError, TypeError, ValueError, AttributeError):
+        raise UserError("the token store does not say what became of the lines that it was packed from; pack it again") from None
+
+
+def _describe(counts: dict[str, Any]) -> str:
     text = ["{lines:,} lines packed: {accepted:,} accepted ({truncated:,} truncated), {rejected:,} rejected".format_map(counts)]
     text += _describe_rejects(counts["rejects"])
     if "written" in counts:  # stores of earlier versions do not know

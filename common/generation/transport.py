@@ -22,7 +22,7 @@ class CallFailed(Exception):
     """Why there is no answer, in words. Where it is `lasting`, asking again will not help; `pause_s` is what the server asks to wait."""
 
     def __init__(self, words: str, lasting: bool = False, pause_s: float = 0.0) -> None:
-        super().__init__(words)
+        super().__init__(" ".join(words.split()))
         self.lasting, self.pause_s = lasting, pause_s
 
 

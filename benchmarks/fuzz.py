@@ -1,0 +1,87 @@
+"""Hostile files and servers by the thousand: what a user can be given must be read, or refused in a line of words, soon.
+
+python -m benchmarks.fuzz                                       10,000 cases of every kind
+python -m benchmarks.fuzz --kinds tokenizer store --cases 500   some
+
+A case is drawn from (kind, --seed, its number) alone. Anything but a UserError or a Rejected is printed with the numbers that bring it
+back (`--first N --cases 1`), once for each place that it came from; so is a case that takes longer than --slow-s. tests/test_fuzz.py runs
+a small share of each kind.
+"""
+
+import argparse
+import contextlib
+import faulthandler
+import io
+import random
+import resource
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+from tqdm import tqdm
+from transformers.utils import logging
+
+from benchmarks.fuzz_kinds import KINDS, REFUSED
+from common.cli import run_script
+
+LONGEST_WORDS = 2000
+"""Characters that a refusal may have: the list of all keys of a section takes most of it."""
+
+
+def fuzz(kind: str, seed: int, numbers: Iterable[int], slow_s: float) -> dict[str, str]:
+    """Try these cases of a kind. Returns what went wrong by the place that it came from: how often, where first, and what was said."""
+    found: dict[str, list[str]] = {}
+    with tempfile.TemporaryDirectory() as place, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        case = KINDS[kind](Path(place))
+        for number in numbers:
+            begun_s = time.monotonic()
+            try:
+                with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                    case(random.Random(f"{kind} {seed} {number}"))
+            except REFUSED as error:
+                if "\n" in str(error) or len(str(error)) > LONGEST_WORDS:
+                    found.setdefault("no line of words", []).append(f"case {number}: {str(error)[:300]!r}")
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # a panic of the tokenizers' Rust is no Exception
+                found.setdefault(_where(error), []).append(f"case {number}: {str(error)[:300]!r}")
+            if (took_s := time.monotonic() - begun_s) > slow_s:
+                found.setdefault("slow", []).append(f"case {number}: {took_s:.1f} s")
+    return {what: f"{len(cases)} x, first {cases[0]}" for what, cases in found.items()}
+
+
+def _where(error: BaseException) -> str:
+    """What was raised, and from which lines: the last of ours and the last of all."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in frames if "site-packages" not in frame.filename][-1]
+    places = dict.fromkeys(f"{Path(frame.filename).name}:{frame.lineno}" for frame in (ours, frames[-1]))
+    return f"{type(error).__name__} from {' and '.join(places)}"
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--cases", type=int, default=10_000)
+    parser.add_argument("--first", type=int, default=0, help="number of the first case")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--slow-s", type=float, default=6.0)
+    asked = parser.parse_args(argv)
+    logging.set_verbosity_error()
+    faulthandler.enable()
+    resource.setrlimit(resource.RLIMIT_DATA, (8 << 30, resource.RLIM_INFINITY))  # a file that asks for more is found
+    numbers, problems = range(asked.first, asked.first + asked.cases), Counter[str]()
+    for kind in asked.kinds:
+        found = fuzz(kind, asked.seed, tqdm(numbers, desc=kind, disable=None), asked.slow_s)
+        problems[kind] = len(found)
+        lines = [f"{kind}: {asked.cases:,} cases, {len(found)} places to mend", *(f"  {where}: {what}" for where, what in found.items())]
+        print("\n".join(lines), flush=True)
+    return int(any(problems.values()))
+
+
+if __name__ == "__main__":
+    run_script(main)
