@@ -54,9 +54,10 @@ def test_two_commands_do_not_pack_one_store(tmp_path):
 
 
 def _hold(path, held, end):
-    OutputLock("--output", path)
+    lock = OutputLock("--output", path)
     held.set()
     end.wait(30)
+    lock.drop()
 
 
 def test_a_killed_command_blocks_nobody_and_leaves_nothing(tmp_path):

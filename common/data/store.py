@@ -38,6 +38,14 @@ def vocabulary_digest(tokenizer_json: str) -> str:
     return digest(json.loads(tokenizer_json)["model"]["vocab"])
 
 
+def _vocabulary_of(file: Path) -> str:
+    """The same of a tokenizer.json that may be anything. Raises: UserError."""
+    try:
+        return vocabulary_digest(file.read_text())
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise UserError(f"{file} is no tokenizer ({type(error).__name__}: {str(error)[:100]}): fetch it again") from None
+
+
 class _File:
     """A file that knows the hash of what was written, and is on the disk once it is closed."""
 
@@ -191,8 +199,10 @@ class TokenStore:
         documents, tokens = meta["documents"], meta["tokens"]
         if type(documents) is not int or type(tokens) is not int or not 0 < documents <= tokens:
             raise ValueError(f"documents={documents!r} tokens={tokens!r}")
-        if not isinstance(meta["source_names"], list) or type(meta.get("vocab_size", 1)) is not int:
-            raise ValueError("source_names or vocab_size of a wrong type")
+        if not isinstance(meta["source_names"], list) or not all(type(name) is str for name in meta["source_names"]):
+            raise ValueError("source_names of a wrong type")
+        if type(meta.get("vocab_size", 1)) is not int or type(meta["supervised_tokens"]) is not int:
+            raise ValueError("vocab_size or supervised_tokens of a wrong type")
         counts = {"tokens": tokens, "mask": tokens, "offsets": documents + 1, "sources": documents}
         arrays = {}
         for name, dtype in FILES.items():
@@ -223,7 +233,7 @@ class TokenStore:
         packed_with = self.meta.get("vocabulary_digest")
         if self._highest >= vocab_size:
             what = f"holds token {self._highest}, but the embedding of {folder} has {vocab_size} rows"
-        elif packed_with and tokenizer.is_file() and vocabulary_digest(tokenizer.read_text()) != packed_with:
+        elif packed_with and tokenizer.is_file() and _vocabulary_of(tokenizer) != packed_with:
             what = f"was packed with another tokenizer than that of {folder}"
         else:
             return

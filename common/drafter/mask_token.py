@@ -64,10 +64,13 @@ def _tokenizer_tokens(folder: str | Path) -> tuple[dict[str, int], int]:
     if not file.is_file():
         return {}, NO_TOKENIZER
     tree = read_json(file)
-    added = {t["content"]: t["id"] for t in tree.get("added_tokens", [])}
-    vocabulary = tree.get("model", {}).get("vocab", {})
-    plain = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-    return added, 1 + max([*plain, *added.values()], default=-1)
+    try:
+        added = {str(t["content"]): int(t["id"]) for t in tree.get("added_tokens", [])}
+        vocabulary = tree.get("model", {}).get("vocab", {})
+        plain = map(int, vocabulary.values()) if isinstance(vocabulary, dict) else range(len(vocabulary))
+        return added, 1 + max([*plain, *added.values()], default=-1)
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise UserError(f"{file} is no tokenizer ({type(error).__name__}: {error}): fetch it again") from None
 
 
 def _pads(folder: str | Path, added: Mapping[str, int]) -> set[int]:
@@ -75,4 +78,4 @@ def _pads(folder: str | Path, added: Mapping[str, int]) -> set[int]:
     file = Path(folder) / "tokenizer_config.json"
     pad = read_json(file).get("pad_token") if file.is_file() else None
     text = pad.get("content") if isinstance(pad, dict) else pad
-    return {added[text]} if text in added else set()
+    return {added[text]} if isinstance(text, str) and text in added else set()
