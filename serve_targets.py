@@ -21,6 +21,7 @@ from common.distributed.stop import StopRequest
 from common.families.registry import family_options
 from common.metrics import DeviceClock
 from common.target.model import PreTrainedModel, Target, load_model
+from common.target.vocabulary import check_files
 from common.training.opening import open_run
 from common.training.plan import RunPlan, make_plan
 
@@ -31,7 +32,9 @@ class Server:
     def __init__(self, plan: RunPlan, context: WorkerContext, model: PreTrainedModel | None = None):
         self.plan, self.context = plan, context
         chosen = plan.config.target
-        model = model or load_model(plan.folder, context.device, plan.shape.dtype, chosen.trust_remote_code)
+        if model is None:
+            check_files(plan.target, plan.shape.dtype, context.device)
+            model = load_model(plan.folder, context.device, plan.shape.dtype, chosen.trust_remote_code)
         self.target = Target(model, plan.drafter.taps, chosen.execution, plan.final_hidden, chosen.compile, plan.row_documents)
         self._busy = DeviceClock(context.device)
         self._blocked_s = 0.0

@@ -1,6 +1,7 @@
 """A drafter rank reads the target's vocabulary and numbers from its files alone; they must be those the target itself runs with."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,10 +9,12 @@ from conftest import build_target
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    BloomConfig,
     CohereConfig,
     Gemma2Config,
-    Gemma2ForCausalLM,
     Gemma3TextConfig,
+    GPT2Config,
+    GPTNeoXConfig,
     GraniteConfig,
     LlamaConfig,
     MixtralConfig,
@@ -19,9 +22,10 @@ from transformers import (
 )
 
 from common.errors import UserError
+from common.target.adapters import through_model
 from common.target.files import fingerprint, read_spec, resolve
 from common.target.loading import load_causal_lm
-from common.target.vocabulary import load_vocabulary
+from common.target.vocabulary import check_vocabulary, load_vocabulary
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -36,16 +40,6 @@ def test_embedding_and_head_are_the_targets_own(tmp_path, tied):
     assert torch.equal(vocabulary.logits(hidden), model.get_output_embeddings()(hidden))
 
 
-def test_gemma_scales_its_embedding_and_caps_its_logits(tmp_path):
-    """Forgotten, both go unnoticed in training and cost most of the acceptance in the server."""
-    config = Gemma2Config(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        head_dim=16, final_logit_softcapping=5.0, max_position_embeddings=64,
-    )  # fmt: skip
-    Gemma2ForCausalLM(config).save_pretrained(tmp_path)
-    _check_vocabulary(tmp_path)
-
-
 SMALL = dict(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
     max_position_embeddings=64,
@@ -56,6 +50,9 @@ FAMILIES = {
     "cohere": lambda: CohereConfig(**SMALL, logit_scale=0.25),
     "llama": lambda: LlamaConfig(**SMALL),
     "mixtral": lambda: MixtralConfig(**SMALL),
+    "phi": lambda: PhiConfig(**SMALL),
+    "gpt_neox": lambda: GPTNeoXConfig(**SMALL),
+    "gemma2": lambda: Gemma2Config(**SMALL, head_dim=16, final_logit_softcapping=0.5),
 }
 
 
@@ -66,25 +63,57 @@ def test_scales_are_measured_on_the_family_itself(tmp_path, family):
     _check_vocabulary(tmp_path)
 
 
-def test_a_family_that_does_more_to_its_vocabulary_is_refused(tmp_path):
-    """Phi's head has a bias: a drafter without it would learn against other logits, and nothing would say so."""
-    AutoModelForCausalLM.from_config(PhiConfig(**SMALL)).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="head has a bias"):
+@pytest.mark.parametrize("family", [GPT2Config, BloomConfig])
+def test_a_family_that_does_more_to_its_vocabulary_is_refused(tmp_path, family):
+    """GPT-2 adds positions to its embeddings, Bloom norms them: drafters know neither, and nothing else would say so."""
+    AutoModelForCausalLM.from_config(family(vocab_size=64, hidden_size=32, n_embd=32, n_layer=2, n_head=2)).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="more to its embeddings"):
         load_vocabulary(read_spec(tmp_path), torch.float32, "cpu")
 
 
 def _check_vocabulary(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     vocabulary = load_vocabulary(read_spec(tmp_path), torch.float32, "cpu")
-    ids = torch.tensor([[1, 2, 3]])
-    seen = []
-    model.model.layers[0].register_forward_hook(lambda m, inputs, output: seen.append(inputs[0]))
-    states = []
-    model.model.norm.register_forward_hook(lambda m, inputs, output: states.append(output))
-    with torch.no_grad():
-        logits = model(ids).logits
-    torch.testing.assert_close(vocabulary.embed(ids), seen[0])
-    torch.testing.assert_close(vocabulary.logits(states[0]), logits)
+    ids = torch.tensor([1, 2, 3])
+    embedded, hidden, logits = through_model(model, ids)
+    torch.testing.assert_close(vocabulary.embed(ids), embedded)
+    torch.testing.assert_close(vocabulary.logits(hidden), logits)
+    check_vocabulary(read_spec(tmp_path), model, vocabulary)
+    return model, vocabulary
+
+
+WRONG = {
+    "a bias forgotten": ("phi", lambda v: replace(v, bias=None)),
+    "a cap forgotten": ("gemma2", lambda v: replace(v, softcap=None)),
+    "a scale of logits forgotten": ("cohere", lambda v: replace(v, head=v.head / 0.25)),
+    "a scale of logits multiplied": ("granite", lambda v: replace(v, head=v.head * 64.0)),
+    "a scale of embeddings forgotten": ("granite", lambda v: replace(v, scale=1.0)),
+    "a scale of embeddings divided": ("gemma3", lambda v: replace(v, scale=1 / v.scale)),
+    "the embedding for the head": ("llama", lambda v: replace(v, head=v.embedding)),
+}
+
+
+@pytest.mark.parametrize("flaw", WRONG)
+def test_a_vocabulary_unlike_the_models_own_is_refused_before_the_first_step(tmp_path, flaw):
+    """The drafter would learn to predict another model's tokens; decoding stays lossless and only its speed is lost."""
+    family, change = WRONG[flaw]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(FAMILIES[family]())
+    if model.get_output_embeddings().bias is not None:
+        torch.nn.init.normal_(model.get_output_embeddings().bias, std=0.02)
+    model.save_pretrained(tmp_path)
+    model, vocabulary = _check_vocabulary(tmp_path)
+    with pytest.raises(UserError, match="its drafter would share"):
+        check_vocabulary(read_spec(tmp_path), model, change(vocabulary))
+
+
+def test_a_head_of_its_own_in_a_checkpoint_that_calls_it_tied_is_the_head(tmp_path):
+    """transformers goes by the files there and so must the drafter, or it learns against the embedding."""
+    build_target(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    _, vocabulary = _check_vocabulary(tmp_path)
+    assert not torch.equal(vocabulary.head, vocabulary.embedding)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from common.errors import UserError
 from common.target.files import TargetSpec
 from common.target.loading import load_causal_lm
-from common.target.vocabulary import Vocabulary
+from common.target.vocabulary import Vocabulary, check_vocabulary, vocabulary_of
 
 
 class DecodingTarget:
@@ -40,9 +40,10 @@ class DecodingTarget:
             layers[tap].register_forward_hook(lambda _, __, output, i=i: self._take(i, output))
 
     def vocabulary(self, spec: TargetSpec) -> Vocabulary:
-        """The model's own embedding and head, scaled and capped as its TargetSpec says."""
-        embedding, head = (cast(Any, f()) for f in (self.model.get_input_embeddings, self.model.get_output_embeddings))
-        return Vocabulary.of(spec, embedding.weight, head.weight)
+        """The model's own embedding and head, as drafters share them. Raises: UserError if the model does more to them."""
+        vocabulary = vocabulary_of(spec, self.model)
+        check_vocabulary(spec, self.model, vocabulary)
+        return vocabulary
 
     def _take(self, i: int, output: Any) -> None:
         self.features[i] = (output[0] if isinstance(output, tuple) else output)[0]

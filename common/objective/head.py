@@ -141,10 +141,10 @@ def _chunk(
 
 def _logits(hidden_AJD: Tensor, vocabulary: Vocabulary, teacher: Teacher | None, span: slice) -> tuple[Tensor, Tensor | None]:
     """Uncapped logits of the drafter and, if it is asked, of the target."""
-    logits_RV = hidden_AJD.flatten(0, 1) @ vocabulary.head.T
+    logits_RV = vocabulary.uncapped(hidden_AJD.flatten(0, 1))
     if teacher is None:
         return logits_RV, None
-    return logits_RV, teacher.hidden_TD[teacher.index_AJ[span].flatten()].to(vocabulary.head.dtype) @ vocabulary.head.T
+    return logits_RV, vocabulary.uncapped(teacher.hidden_TD[teacher.index_AJ[span].flatten()].to(vocabulary.head.dtype))
 
 
 def _fused_chunk(

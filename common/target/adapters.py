@@ -14,20 +14,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from common.errors import UserError
 
 ROWS, NARROW = 32, 16
 TOLERANCE = 1e-3
+AUTO_CLASSES = {
+    "AutoModelForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING",
+    "AutoModelForImageTextToText": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
+    "AutoModelForMultimodalLM": "MODEL_FOR_MULTIMODAL_LM_MAPPING",
+}
+"""transformers' auto classes in the order of preference, each with its table of config classes."""
+DEPTHS = ("num_hidden_layers", "depth", "num_layers", "encoder_layers")
+"""What families call the number of layers of a decoder or a tower."""
 LAYER_INDICES = frozenset(("layer_idx", "layer_id", "layer_number"))
 """Settings by which alike layers differ: they are read by caches only."""
 
 
 @dataclass(frozen=True)
 class VocabularyRules:
-    """How a family treats its vocabulary: embeddings times a scale; logits times a scale, then capped by a tanh at `logit_softcap`."""
+    """How a family treats its vocabulary: embeddings times a scale; logits (with the head's bias) times a scale, then capped by a tanh at
+    `logit_softcap`."""
 
     embedding_scale: float
     logit_scale: float
@@ -43,32 +53,43 @@ def vocabulary_rules(folder: Path, trust_remote_code: bool = False) -> Vocabular
     model = _miniature(folder, trust_remote_code)
     head: Any = model.get_output_embeddings()
     embedding: Any = model.get_input_embeddings().weight
-    if getattr(head, "bias", None) is not None:
-        raise UserError(f"{folder}: this family's head has a bias, which drafters that share the head do not know; it is not supported")
     generator = torch.Generator().manual_seed(0)
     embedding.normal_(generator=generator)
-    embedded, _, _ = _run(model)
+    embedded, _, _ = through_model(model, torch.arange(ROWS))
     scale = _slope(embedded, embedding)
-    if not math.isclose(_distance(embedded, scale * embedding), 0.0, abs_tol=TOLERANCE):
+    if not math.isclose(relative_distance(embedded, scale * embedding), 0.0, abs_tol=TOLERANCE):
         raise UserError(
             f"{folder}: this family does more to its embeddings than scale them, which drafters do not know; it is not supported"
         )
-    if head.weight is not embedding:
-        head.weight.normal_(generator=generator)
-    rows = head.weight.clone()
+    parts = [part for part in (head.weight, head.bias) if part is not None]
+    drawn = [torch.randn(part.shape, generator=generator) for part in parts]
     measured = []
-    for size in (1e-3, 1.0, 1e6):
-        head.weight.copy_(rows * size)
-        _, hidden, logits = _run(model)
-        measured.append((hidden @ head.weight.T, logits))
+    for size in (1e-6, 1.0, 1e6):
+        for part, values in zip(parts, drawn, strict=True):
+            part.copy_(values * size)
+        _, hidden, logits = through_model(model, torch.arange(ROWS))
+        measured.append((torch.nn.functional.linear(hidden, *parts), logits))
     logit_scale = _slope(measured[0][1], measured[0][0])
     plain, logits = (x.abs().max().item() for x in measured[2])
     softcap = logits if logits < 1e-2 * logit_scale * plain else None
     expected = logit_scale * measured[1][0]
     expected = expected if softcap is None else softcap * torch.tanh(expected / softcap)
-    if not math.isclose(_distance(measured[1][1], expected), 0.0, abs_tol=TOLERANCE):
+    if not math.isclose(relative_distance(measured[1][1], expected), 0.0, abs_tol=TOLERANCE):
         raise UserError(f"{folder}: this family does more to its logits than scale and cap them, which drafters do not know")
     return VocabularyRules(_plain(scale), _plain(logit_scale), None if softcap is None else _plain(softcap))
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says first; its kind if it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """transformers' class that loads a checkpoint as a language model: for text alone, or one that also takes pictures or sound."""
+    for name, mapping in AUTO_CLASSES.items():
+        if type(config) in getattr(transformers, mapping, ()):
+            return getattr(transformers, name)
+    return transformers.AutoModelForCausalLM  # code that ships with a checkpoint registers itself here; the others it refuses by name
 
 
 def decoder_of(model: PreTrainedModel) -> Any:
@@ -119,28 +140,42 @@ def _is_setting(key: str, value: Any) -> bool:
 def _miniature(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
     """The target's own classes at one layer and a few rows, in float32. What it is, is unchanged: its width, its multipliers, its norms."""
     try:
-        config = copy.deepcopy(AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code))
+        config = first_layer_only(AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code))
         _shrink(config.get_text_config(decoder=True))
         config.dtype = torch.float32
         with torch.random.fork_rng(devices=[]):
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code).eval().requires_grad_(False)
+            return auto_class(config).from_config(config, trust_remote_code=trust_remote_code).eval().requires_grad_(False)
     except Exception as error:  # the code of any family runs here
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"{folder}: its family cannot be built by this version of transformers ({reason}); try a newer one") from None
+        raise UserError(
+            f"{folder}: its family cannot be built by this version of transformers ({first_line(error)}); try a newer one"
+        ) from None
+
+
+def first_layer_only(whole: PreTrainedConfig) -> PreTrainedConfig:
+    """The config of a model's first layer, with its vocabulary, and of one layer of each tower for pictures or sound."""
+    whole = copy.deepcopy(whole)
+    text = whole.get_text_config(decoder=True)
+    for config in [text, *(getattr(whole, name, None) for name in whole.sub_configs)]:
+        for name in DEPTHS:
+            depth = getattr(config, name, None)
+            if isinstance(depth, int):
+                alike = {key: value[:1] for key, value in vars(config).items() if isinstance(value, list) and len(value) == depth}
+                for key, value in ({name: 1} | (alike if config is text else {})).items():
+                    setattr(config, key, value)
+    return whole
 
 
 def _shrink(config: PreTrainedConfig) -> None:
-    depth = config.num_hidden_layers
-    changes: dict[str, Any] = {name: value[:1] for name, value in vars(config).items() if isinstance(value, list) and len(value) == depth}
-    changes |= {"num_hidden_layers": 1, "vocab_size": ROWS, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    changes: dict[str, Any] = {"vocab_size": ROWS, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
     changes |= {name: NARROW for name in ("intermediate_size", "moe_intermediate_size") if isinstance(getattr(config, name, None), int)}
     changes["tie_word_embeddings"] = False
     for name, value in changes.items():
         setattr(config, name, value)
 
 
-def _run(model: PreTrainedModel) -> tuple[Tensor, Tensor, Tensor]:
-    """What reaches the first layer, what the decoder gives out, and the logits, of all rows: [N, D], [N, D], [N, N]."""
+@torch.no_grad()
+def through_model(model: PreTrainedModel, ids_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What reaches the first layer, what the decoder gives out, and the logits, of some tokens, in float32: [N, D], [N, D], [N, V]."""
     seen: list[Tensor] = []
     decoder = decoder_of(model)
     hooks = [
@@ -150,7 +185,7 @@ def _run(model: PreTrainedModel) -> tuple[Tensor, Tensor, Tensor]:
         decoder.register_forward_hook(lambda _, inputs, output: seen.append(output[0])),
     ]
     try:
-        logits = model(input_ids=torch.arange(ROWS)[None], use_cache=False).logits
+        logits = model(input_ids=ids_N[None], use_cache=False).logits
     finally:
         for hook in hooks:
             hook.remove()
@@ -162,7 +197,8 @@ def _slope(y: Tensor, x: Tensor) -> float:
     return float((y.double() * x).sum() / (x.double() * x).sum())
 
 
-def _distance(one: Tensor, other: Tensor) -> float:
+def relative_distance(one: Tensor, other: Tensor) -> float:
+    """How far one tensor is from another, relative to the other's size."""
     return float((one - other).norm() / other.norm())
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from common.data.rows import Row
 from common.errors import UserError
+from common.target.adapters import first_line
 
 PACKED, BATCHED, PER_DOCUMENT = "packed", "batched", "per_document"
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.15}
@@ -98,7 +99,7 @@ def _flaw(way: Way, row: Row, truth: Tensor, features: Callable[[Row, Way], Tens
         found = features(row, way)
         other = features(with_other_first_document(row), way) if way.execution == PACKED else found
     except Exception as error:  # the code of any family runs here
-        return (str(error).strip() or type(error).__name__).splitlines()[0]
+        return first_line(error)
     first = TRIAL_LENGTHS[0]
     for difference, tolerance, what in (
         (relative_difference(other[first:], found[first:], hidden_size), LEAK_TOLERANCE, "documents of one row change each other"),

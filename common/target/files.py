@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
 from common.errors import UserError
-from common.target.adapters import VocabularyRules, vocabulary_rules
+from common.target.adapters import VocabularyRules, first_line, vocabulary_rules
 
 SLICE_BYTES = 4096
 """Bytes of a tensor's beginning, middle and end that its checkpoint is known by."""
@@ -88,8 +88,7 @@ def read_spec(folder: str | Path, trust_remote_code: bool = False) -> TargetSpec
         whole = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
         config = whole.get_text_config(decoder=True)
     except Exception as error:  # the code and JSON of any family: transformers raises many kinds
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"{folder / 'config.json'} is not understood by this version of transformers: {reason}") from None
+        raise UserError(f"{folder / 'config.json'} is not understood by this version of transformers: {first_line(error)}") from None
     number = _Numbers(folder / "config.json", config)
     heads, hidden = number("num_attention_heads"), number("hidden_size")
     rope, scaling = _rope(config)
@@ -205,6 +204,10 @@ class Tensors:
     def shape(self, name: str) -> tuple[int, ...]:
         with safe_open(self._home[name], framework="pt") as reader:
             return tuple(reader.get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        with safe_open(self._home[name], framework="pt") as reader:
+            return reader.get_slice(name)[:0].dtype
 
     def load(self, name: str, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> Tensor:
         with safe_open(self._home[name], framework="pt") as reader:

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
+
+from common.target.adapters import auto_class, decoder_layers, decoder_of, set_layers
 
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -36,14 +38,15 @@ def target_size(folder: Path, layers: int | None, trust_remote_code: bool = Fals
     try:
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-        decoder = model.get_decoder()
-        decoder.layers = decoder.layers[:layers]
+            model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
+        decoder = decoder_of(model)
+        set_layers(decoder, decoder_layers(decoder)[:layers])
     except Exception as error:  # the code of any family runs here
         raise UnknownSize(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}") from error
     held = sum(p.numel() for p in decoder.parameters())
-    active = sum(p.numel() for p in decoder.layers.parameters())
-    experts = sum(p.numel() for name, p in decoder.layers.named_parameters() if "experts" in name.split("."))
+    layers_kept = decoder_layers(decoder)
+    active = sum(p.numel() for p in layers_kept.parameters())
+    experts = sum(p.numel() for name, p in layers_kept.named_parameters() if "experts" in name.split("."))
     if experts:
         active -= round(experts * (1 - _used_share(config)))
     return TargetSize(held, active)

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from common.target.adapters import decoder_layers, decoder_of
+from common.target.adapters import auto_class, decoder_layers, decoder_of
 
 
 @dataclass(frozen=True)
@@ -60,15 +60,14 @@ class Placed:
 
 
 def load_placed(
-    folder: str | Path, placement: Placement, trust_remote_code: bool, **options: Any
+    folder: str | Path, config: PreTrainedConfig, placement: Placement, trust_remote_code: bool, **options: Any
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The parts of a folder's model that a placement names, on their devices, and transformers' report on what it found.
 
     Parameters that are not read are None in the model, and are left out of the report.
     """
-    config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
     with torch.device("meta"):
-        whole: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        whole: Any = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
     family, left_out = type(whole), set[str]()
 
     class Part(family):
