@@ -158,7 +158,7 @@ def test_answer_stops_at_the_length_limit_in_mid_block(qwen3):
 
 @pytest.mark.parametrize(
     ("limit", "wrong", "counts"),
-    [(1 + 3, (), (2, 3, 3)), (1 + 6, (), (5, 5, 5)), (1 + 9, (3,), (2, 2, 3)), (1 + 2, (3,), (1, 2, 2))],
+    [(1 + 3, (), (2, 3, 3)), (1 + 6, (), (5, 5, 6)), (1 + 9, (3,), (2, 2, 3)), (1 + 2, (3,), (1, 2, 2))],
     ids=["cut inside the drafts", "all drafts and the target's own", "third draft wrong", "cut before the wrong one"],
 )
 def test_slots_are_tested_as_far_as_the_answer_goes(qwen3, limit, wrong, counts):

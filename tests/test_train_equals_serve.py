@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 
 from common import config_reader
 from common.data.store import StoreWriter
-from common.decoding.speculate import BlockDrafter, Chooser, Proposal, decode, speculate
+from common.decoding.replay import Replayer
+from common.decoding.speculate import BlockDrafter, Chooser, Proposal, Way, decode, speculate
 from common.decoding.target import DecodingTarget
 from common.drafter.spec import FULL, SLIDING
 from common.families.family import Drafted
@@ -175,6 +176,21 @@ def check_replay(pair, tree_budget=None):
     return sum(emitted for emitted, _ in replayed) / sum(verifications for _, verifications in replayed)
 
 
+def check_evaluation(pair, ways, documents):
+    """Answers replayed in every way are those of real decoding, verification by verification, an answer a row or several."""
+    written = list(pair.documents())[:documents]
+    alone, together = (
+        Replayer(pair.served, pair.learner.model, pair.learner.vocabulary, row_tokens).run(written, ways) for row_tokens in (1, 150)
+    )
+    assert alone == together
+    for way, replayed in zip(ways, alone, strict=True):
+        proposer = BlockDrafter(pair.learner.model, pair.learner.vocabulary, pair.learner.plan.drafter.mask_token_id, *way)
+        for (prompt, tokens), answer in zip(written, replayed, strict=True):
+            decoded = pair.answer(prompt, proposer)
+            assert decoded.tokens == answer.tokens == tokens
+            assert (decoded.accepted, decoded.matched, decoded.tried) == (answer.accepted, answer.matched, answer.tried), way
+
+
 def check_export(pair, scratch):
     """The exported files, read as the engines read them, compute the training path's hidden states."""
     learner, plan = pair.learner, pair.learner.plan
@@ -261,6 +277,12 @@ def test_heldout_tau_is_the_tau_of_real_decoding(pair, tree_budget):
     """Lost otherwise: the number that chooses the best checkpoint. In float32, on the target's own answers, it is exact."""
     tau = check_replay(pair, tree_budget)
     assert 1.2 < tau < BLOCK, f"a drafter that accepts nothing, or everything, would prove little: tau {tau}"
+
+
+def test_an_evaluation_by_replay_is_real_decoding(pair):
+    """Lost otherwise: the figure a drafter is bought for, at every block size and for trees, at a hundredth of the time."""
+    ways = [*(Way(size) for size in range(2, BLOCK + 1)), Way(BLOCK, 1), Way(BLOCK, 12), Way(BLOCK - 1, 5)]
+    check_evaluation(pair, ways, documents=3)
 
 
 def test_an_export_read_as_the_engines_read_it_is_the_trained_drafter(pair, tmp_path):

@@ -1,35 +1,62 @@
-"""Prompts of a JSONL file: what a target is asked when its drafter is evaluated."""
+"""Questions of JSONL files: what a target is asked when its drafter is evaluated."""
 
 import itertools
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from common.cli import check_input
 from common.data.chat import Chat
 from common.data.conversations import Message, Rejected, conversation, parse, read_lines
 from common.errors import UserError
 
+OPEN: Message = {"role": "assistant"}
+"""A turn that the target has yet to write."""
 
-def read_prompts(path: str, chat: Chat, limit: int | None, longest: int) -> list[list[int]]:
-    """The first `limit` prompts of a JSONL file as token ids, each of at most `longest` tokens.
+ASKED = ("question", "prompt", "problem")
+"""Fields that hold a question, as the sets that people quote name them: GSM8K, HumanEval, MATH500. MT-Bench has `turns`."""
 
-    Raises: UserError for a row that cannot be asked, with its location.
+
+class Question(NamedTuple):
+    """What is asked, and the set that it belongs to: its file's name."""
+
+    source: str
+    messages: list[Message]
+
+    def prompt(self, chat: Chat) -> list[int]:
+        """The token ids up to the first turn that the target writes."""
+        return chat.prompt(self.messages[: self.messages.index(OPEN)]).tolist()
+
+
+def read_questions(paths: Sequence[str], chat: Chat, limit: int | None, longest: int) -> list[Question]:
+    """The first `limit` questions of each JSONL file, whose prompts have at most `longest` tokens.
+
+    Raises: UserError for a row that cannot be asked, with its location, and for files of one name.
     """
+    questions = [question for path in paths for question in _read(path, chat, limit, longest)]
+    if len({question.source for question in questions}) < len(paths):
+        raise UserError(f"--prompts {' '.join(paths)}: two sets have the same name; rename a file")
+    return questions
+
+
+def _read(path: str, chat: Chat, limit: int | None, longest: int) -> list[Question]:
     check_input("--prompts", path)
-    prompts = []
-    for location, _, line in itertools.islice(read_lines(path), limit):
+    questions = []
+    for location, source, line in itertools.islice(read_lines(path), limit):
         try:
-            prompts.append(chat.prompt(messages_of(parse(line))).tolist())
+            questions.append(Question(source, messages_of(parse(line))))
+            tokens = len(questions[-1].prompt(chat))
         except Rejected as reason:
             raise UserError(f"--prompts {location}: {reason}") from None
-        if len(prompts[-1]) > longest:
-            raise UserError(f"--prompts {location}: {len(prompts[-1])} tokens leave no room to answer; use a smaller --max-new-tokens")
-    if not prompts:
+        if tokens > longest:
+            raise UserError(f"--prompts {location}: {tokens} tokens leave no room to answer; use a smaller --max-new-tokens")
+    if not questions:
         raise UserError(f"--prompts {path} is empty; it holds a JSON object a line")
-    return prompts
+    return questions
 
 
 def messages_of(row: Any) -> list[Message]:
-    """What a row asks: a `question` or `prompt` (text or messages), or its conversation without the answer at its end.
+    """What a row asks: users' `turns`, each answered before the next; a question (text or messages); or its conversation without the
+    answer at its end. What the target has yet to write is OPEN.
 
     Raises: Rejected if it asks nothing.
     """
@@ -37,8 +64,11 @@ def messages_of(row: Any) -> list[Message]:
         raise row
     if not isinstance(row, dict):
         raise Rejected("not a JSON object")
-    asked = row.get("question", row.get("prompt"))
+    turns = row.get("turns")
+    if isinstance(turns, list) and turns and all(isinstance(turn, str) for turn in turns):
+        return [message for turn in turns for message in ({"role": "user", "content": turn}, OPEN)]
+    asked = next((row[name] for name in ASKED if row.get(name) is not None), None)
     if isinstance(asked, str):
-        return [{"role": "user", "content": asked}]
+        return [{"role": "user", "content": asked}, OPEN]
     messages = conversation(row if asked is None else {"messages": asked})
-    return messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
+    return [*(messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages), OPEN]

@@ -47,11 +47,23 @@ class DraftModel(Protocol):
         ...
 
 
+class Way(NamedTuple):
+    """How drafts are made: blocks of so many slots, as chains, or as trees of `tree_budget` nodes."""
+
+    block_size: int
+    tree_budget: int | None = None
+
+    @property
+    def name(self) -> str:
+        return "chain" if self.tree_budget is None else f"tree of {self.tree_budget} nodes"
+
+
 @dataclass
 class Answer:
     """What one prompt gave: `accepted[i] + 1` tokens came out of verification i, after the one that prefill gave.
 
-    `matched[i]` drafts of verification i were right and in the answer, out of the first `tried[i]` slots that the answer put to the test.
+    `matched[i]` drafts of verification i were right and in the answer, which put the first `tried[i]` slots to the test (one slot more than
+    there is where all were right).
     """
 
     prompt: list[int]
@@ -173,7 +185,7 @@ def speculate(
         answer.tokens += emitted
         answer.accepted.append(len(emitted) - 1)
         answer.matched.append(min(len(path) - 1, len(emitted)))
-        answer.tried.append(min(len(path), len(emitted), max(depths)))
+        answer.tried.append(min(len(path), len(emitted)))
         lap(answer.seconds, "draft")
     answer.seconds["total"] = sum(answer.seconds.values())
     return answer

@@ -1,6 +1,6 @@
 """A target that verifies: rows of proposed tokens run behind a cache that forgets what was rejected.
 
-Legend: R rows of a verification, S cached positions, F features of a position, V vocabulary.
+Legend: B texts of a batch, R rows of a verification, S cached positions, F features of a position, V vocabulary.
 """
 
 import inspect
@@ -46,7 +46,7 @@ class DecodingTarget:
         return vocabulary
 
     def _take(self, i: int, output: Any) -> None:
-        self.features[i] = (output[0] if isinstance(output, tuple) else output)[0]
+        self.features[i] = output[0] if isinstance(output, tuple) else output
 
     def forward(
         self, tokens: Sequence[int], start: int, cache: DynamicCache, parents: Sequence[int] | None = None, last_only: bool = False
@@ -64,9 +64,23 @@ class DecodingTarget:
             logits_to_keep=1 if last_only else 0,
             **{self.cache_argument: cache},
         )
-        return output.logits[0, -1:] if last_only else output.logits[0], torch.cat(
-            [self.features[i] for i in sorted(self.features)], dim=-1
-        )
+        return output.logits[0, -1:] if last_only else output.logits[0], self._taken()[0]
+
+    @torch.no_grad()
+    def capture(self, texts: Sequence[Sequence[int]]) -> list[Tensor]:
+        """The features of whole texts, in one forward without a cache: shorter ones are padded behind their end, where no token looks.
+
+        Shapes: [N, F] for a text of N tokens.
+        """
+        ids = torch.zeros(len(texts), max(map(len, texts)), dtype=torch.long)
+        for row, text in zip(ids, texts, strict=True):
+            row[: len(text)] = torch.tensor(text)
+        self.model(input_ids=ids.to(self.device), use_cache=False, logits_to_keep=1)
+        return [features[: len(text)] for features, text in zip(self._taken(), texts, strict=True)]
+
+    def _taken(self) -> Tensor:
+        """What the taps gave in the last forward, in their order: [B, R, F]."""
+        return torch.cat([self.features[i] for i in sorted(self.features)], dim=-1)
 
     def _tree_masks(self, parents: Sequence[int], start: int) -> Tensor | dict[str, Tensor]:
         """Additive masks [1, 1, R, S + R] by layer type; families with one type take the mask itself."""

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerFast
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerFast
 
 from common.cli import open_device
 from common.data.conversations import Rejected
@@ -86,25 +86,27 @@ class LocalBackend:
     """Batches of dialogues through transformers, all asking at once, then all getting their replies.
 
     A batch is made of neighbouring jobs, so that a run that goes on computes the same batches as one that was never stopped.
-
-    Raises: UserError if the device is not there.
     """
 
-    def __init__(
-        self,
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, pad_id: int, batch_size: int) -> None:
+        self.tokenizer, self.pad_id, self.batch_size, self.device = tokenizer, pad_id, batch_size, model.device
+        self.model: Any = model
+        self.model.generation_config = GenerationConfig()  # the folder's own penalties and top-k would bend the target's distribution
+
+    @classmethod
+    def load(
+        cls,
         folder: str | Path,
         tokenizer: PreTrainedTokenizerFast,
         pad_id: int,
         batch_size: int,
         device: str | None = None,
         trust_remote_code: bool = False,
-    ) -> None:
-        self.tokenizer, self.pad_id, self.batch_size = tokenizer, pad_id, batch_size
-        self.device = open_device(device)
-        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
-        model: Any = load_causal_lm(folder, dtype, self.device, "--target", trust_remote_code)
-        model.generation_config = GenerationConfig()  # the folder's own penalties and top-k would bend the target's distribution
-        self.model = model
+    ) -> "LocalBackend":
+        """With the model of a folder. Raises: UserError if it does not load, or if the device is not there."""
+        where = open_device(device)
+        dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
+        return cls(load_causal_lm(folder, dtype, where, "--target", trust_remote_code), tokenizer, pad_id, batch_size)
 
     def run(self, jobs: Iterable[Job], done: Collection[str]) -> Iterator[list[Outcome]]:
         """Yield the outcomes of a batch at a time; jobs whose id is in `done` only fill up their batch."""
@@ -155,13 +157,15 @@ class LocalBackend:
             written = self.model.generate(**inputs, generation_config=how, logits_processor=chooser)
         except torch.OutOfMemoryError:
             raise UserError(f"--batch-size {self.batch_size}: {len(requests)} conversations do not fit {self.device}; use fewer") from None
-        return [self._reply(tokens, stop_ids) for tokens in written[:, width:].tolist()]
+        return [reply_of(tokens, stop_ids, self.tokenizer) for tokens in written[:, width:].tolist()]
 
-    def _reply(self, tokens: list[int], stop_ids: tuple[int, ...]) -> Reply:
-        end = next((i for i, token in enumerate(tokens) if token in stop_ids), None)
-        text = str(self.tokenizer.decode(tokens[:end], skip_special_tokens=True))
-        ids = tuple(tokens if end is None else tokens[: end + 1])
-        return Reply(text, len(ids), cut=end is None, ids=ids)
+
+def reply_of(tokens: list[int], stop_ids: Collection[int], tokenizer: PreTrainedTokenizerFast) -> Reply:
+    """The reply that tokens make up to the first that ends a turn."""
+    end = next((i for i, token in enumerate(tokens) if token in stop_ids), None)
+    text = str(tokenizer.decode(tokens[:end], skip_special_tokens=True))
+    ids = tuple(tokens if end is None else tokens[: end + 1])
+    return Reply(text, len(ids), cut=end is None, ids=ids)
 
 
 class SeededChoice(LogitsProcessor):

@@ -86,7 +86,7 @@ class Job:
             if server:
                 backend = ServerBackend(server, chat.tokenizer, concurrency)
             else:
-                backend = LocalBackend(folder, chat.tokenizer, spec.eos_token_ids[0], batch_size, device, trust_remote_code)
+                backend = LocalBackend.load(folder, chat.tokenizer, spec.eos_token_ids[0], batch_size, device, trust_remote_code)
         except BaseException:
             opened.close()
             raise

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from common.data.chat import Chat
 from common.data.conversations import Message, Rejected
+from common.data.prompts import OPEN
 from common.data.turns import PROBE
 from common.data.written import token_ids
 from common.generation.backends import Dialogue, Reply, Request, Row, Sampling
@@ -53,13 +54,24 @@ class Script:
 
     def regenerate(self, row_id: str, given: list[Message]) -> Dialogue:
         """A dialogue that keeps the given users' turns and answers each in the context of the answers written before it."""
+        given = given if given[-1]["role"] == "assistant" else [*given, OPEN]
+        messages, answers = yield from self._answers(row_id, [OPEN if message["role"] == "assistant" else message for message in given])
+        return self._row(row_id, messages, [], answers)
+
+    def answers(self, row_id: str, given: list[Message]) -> Dialogue:
+        """A dialogue in which the target writes each assistant's turn without content; its row holds no more than its `exchanges`."""
+        _, answers = yield from self._answers(row_id, given)
+        return {"exchanges": answers}
+
+    def _answers(self, row_id: str, given: list[Message]) -> Generator[Request, Reply, tuple[list[Message], list[Exchange]]]:
+        """The messages with what was written, and the exchanges in which it was."""
         messages, answers = [], []
-        for turn, message in enumerate(given if given[-1]["role"] == "assistant" else [*given, {"role": "assistant"}]):
-            if message["role"] == "assistant":
+        for turn, message in enumerate(given):
+            if message == OPEN:
                 answers.append((yield from _ask(self._answer(messages, f"{row_id}/{turn}/assistant"))))
                 message = {"role": "assistant", "content": answers[-1].reply.text}
             messages.append(message)
-        return self._row(row_id, messages, [], answers)
+        return messages, answers
 
     def _row(self, row_id: str, messages: list[Message], questions: list[Exchange], answers: list[Exchange]) -> Row:
         replies = [exchange.reply for exchange in (*questions, *answers)]
