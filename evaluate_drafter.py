@@ -1,110 +1,126 @@
-"""Real speculative decoding with a drafter and its target: acceptance length, speed, and whether every answer is the target's own.
+"""The acceptance length of a drafter with its target: by replay of greedy answers (the default), or by real decoding, chain or tree.
 
 python evaluate_drafter.py --drafter runs/quickstart/export/latest --target launch/quickstart/target \
     --prompts launch/quickstart/heldout.jsonl --json out.json
+
+A replay lets the target write all answers in large batches; one forward over each then tells what every block size and every tree would
+have had accepted: greedy decoding's own figures, verification by verification (exactly so in float32). Some answers (--verify) are
+decoded, too. --decode decodes all of them, as does a temperature.
 """
 
 import argparse
-import functools
 import json
 import platform
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from tqdm import tqdm
 
-from common.cli import add_trust, check_output, json_object, open_device, positive, run_script, writing
-from common.data.chat import Chat, load_tokenizer
-from common.data.prompts import read_prompts
-from common.decoding.report import mean_tau, prompt_lookup, ratio, summarize, table
-from common.decoding.speculate import Answer, BlockDrafter, Chooser, decode, first_difference, load_drafter, speculate
-from common.decoding.target import DecodingTarget, load_target
-from common.drafter.export import read_feature_dtype
-from common.errors import UserError
+from common.cli import add_trust, check_output, json_object, positive, run_script, whole, writing
+from common.data.prompts import read_questions
+from common.decoding.speculate import Way
+from common.evaluation.asking import Asking
+from common.evaluation.measure import Results, by_decoding, by_replay, differences
+from common.evaluation.report import by_position, by_set, mean_tau, prompt_lookup, ratio, summarize, table
+from common.evaluation.subject import Questioned, Subject
+from common.generation.backends import LocalBackend
 from common.generation.conversation_file import is_loop
-from common.target.files import TargetSpec, read_spec, resolve
 from common.trees import digest
 
 
 def main(argv: list[str]) -> None:
     arguments = parse_arguments(argv)
-    folder = resolve(arguments.target)
-    trust = arguments.trust_remote_code
-    spec, chat = read_spec(folder, trust), Chat(load_tokenizer(folder, trust), arguments.chat_template_kwargs)
-    stop = spec.eos_token_ids or (chat.tokenizer.eos_token_id,)
-    prompts = read_prompts(arguments.prompts, chat, arguments.limit, spec.max_position_embeddings - arguments.max_new_tokens)
-
-    target, drafters, block_size = load(arguments, folder, spec)
-    drafts = len(drafters[0].slots)
-    runs, plain = answer(arguments, target, drafters, prompts, stop)
-
-    summaries = [summarize(answers, plain, drafts) | {"tree_budget": d.tree_budget} for answers, d in zip(runs, drafters, strict=True)]
-    report = describe(arguments, chat, target, spec) | summaries[-1] | {
-        "block_size": block_size,
-        "stop_token_ids": list(stop),
-        "tau_by_tree_budget": {s["tree_budget"]: s["tau"] for s in summaries if s["tree_budget"]},
-        "prompt_lookup_tau": mean_tau(prompt_lookup(a.prompt, a.tokens, drafts) for a in runs[-1]),
-        "loops": ratio(sum(is_loop(a.tokens) for a in runs[-1]), len(prompts)),
-        "runs": summaries,
-        "per_prompt": [one_prompt(arguments, target, runs[-1][i], plain[i] if plain else None, i) for i in range(len(prompts))],
-    }  # fmt: skip
+    asked = Questioned.open(arguments.target, arguments.chat_template_kwargs, arguments.trust_remote_code)
+    longest = asked.spec.max_position_embeddings - arguments.max_new_tokens
+    questions = read_questions(arguments.prompts, asked.chat, arguments.limit, longest)
+    subject = Subject.load(asked, arguments.drafter, arguments.dtype, arguments.device)
+    asking = Asking(asked, arguments.temperature, arguments.max_new_tokens)
+    (ways, lead), compare = ways_of(arguments, subject), not arguments.no_compare
+    if arguments.decode:
+        results = by_decoding(subject, asking, questions, ways, arguments.temperature, compare)
+    else:
+        backend = LocalBackend(subject.target.model, asked.chat.tokenizer, asked.stop[0], arguments.batch_size)
+        results = by_replay(subject, asking, questions, ways, lead, backend, arguments.verify, compare)
+    report = describe(arguments, subject) | numbers(arguments, subject, results)
     print(table(report))
     if arguments.json:
         with writing("--json", arguments.json):
             Path(arguments.json).write_text(json.dumps(report, indent=1) + "\n")
 
 
-def load(arguments: argparse.Namespace, folder: Path, spec: TargetSpec) -> tuple[DecodingTarget, list[BlockDrafter], int]:
-    """The target, a drafter for each tree budget (or one for chains), and their block size."""
-    device = open_device(arguments.device)
-    dtype = getattr(torch, arguments.dtype or read_feature_dtype(arguments.drafter))
-    drafter = load_drafter(arguments.drafter, dtype, device)
-    drafter.spec.validate(spec)
-    block_size = arguments.block_size or drafter.spec.block_size
-    if not 2 <= block_size <= drafter.spec.block_size:
-        raise UserError(f"--block-size {block_size}: the drafter was trained on blocks of {drafter.spec.block_size}; use 2 to that")
-    target = load_target(folder, drafter.spec.taps, dtype, device, arguments.trust_remote_code)
-    shared = drafter, target.vocabulary(spec), drafter.spec.mask_token_id, block_size
-    budgets = arguments.tree_budget or [64 if arguments.mode == "tree" else None]
-    return target, [BlockDrafter(*shared, budget) for budget in budgets], block_size
+def ways_of(arguments: argparse.Namespace, subject: Subject) -> tuple[list[Way], Way]:
+    """The ways of drafting that are measured, and the one that leads the report."""
+    chain = Way(subject.block_size(arguments.block_size))
+    trees = [Way(chain.block_size, budget) for budget in arguments.tree_budget or ([64] if arguments.decode else [16, 64, 256])]
+    if arguments.decode:
+        ways = trees if arguments.mode == "tree" else [chain]
+        return ways, ways[-1]
+    return [*subject.chains(chain.block_size), *trees], trees[-1] if arguments.mode == "tree" else chain
 
 
-def answer(
-    arguments: argparse.Namespace, target: DecodingTarget, drafters: list[BlockDrafter], prompts: list[list[int]], stop: Collection[int]
-) -> tuple[list[list[Answer]], list[Answer]]:
-    """Every prompt answered with every drafter, and by plain decoding for comparison: (answers of each drafter, plain answers)."""
-    methods = [functools.partial(speculate, target, drafter) for drafter in drafters]
-    methods += [] if arguments.no_compare else [functools.partial(decode, target)]
-    for method in methods:  # untimed: kernels load
-        method(prompts[0], stop, 8, Chooser(arguments.temperature))
-    rows = [
-        [method(prompt, stop, arguments.max_new_tokens, Chooser(arguments.temperature, seed)) for method in methods]
-        for seed, prompt in enumerate(tqdm(prompts, unit=" prompts", disable=None))
+def numbers(arguments: argparse.Namespace, subject: Subject, results: Results) -> dict[str, Any]:
+    """What was measured."""
+    sources, drafts = [turn.source for turn in results.turns], subject.drafts(results.lead)
+    runs = [
+        summarize(answers, results.plain, subject.drafts(way))
+        | {"way": way_name(way), **way._asdict(), "tau_by_set": by_set(sources, answers)}
+        for way, answers in zip(results.ways, results.runs, strict=True)
     ]
-    runs = [list(answers) for answers in zip(*rows, strict=True)]
-    return runs[: len(drafters)], [] if arguments.no_compare else runs[-1]
+    lead = runs[results.ways.index(results.lead)]
+    return lead | {
+        "lead": lead["way"],
+        "stop_token_ids": list(subject.asked.stop),
+        "tau_by_block_size": {run["block_size"]: run["tau"] for run in runs if run["tree_budget"] is None},
+        "tau_by_tree_budget": {run["tree_budget"]: run["tau"] for run in runs if run["tree_budget"]},
+        "tau_by_position": by_position(results.answers),
+        "prompt_lookup_tau": mean_tau(prompt_lookup(answer.prompt, answer.tokens, drafts) for answer in results.answers),
+        "loops": ratio(sum(is_loop(answer.tokens) for answer in results.answers), len(results.answers)),
+        "seconds_by_stage": results.seconds,
+        "runs": runs,
+        "sample": sample(subject, results),
+        "per_prompt": per_prompt(arguments, subject, results),
+    }  # fmt: skip
 
 
-def one_prompt(arguments: argparse.Namespace, target: DecodingTarget, answer: Answer, plain: Answer | None, seed: int) -> dict[str, Any]:
-    """A prompt's record; `difference` says where the answer parts from plain decoding, and between how close scores."""
-    difference = first_difference(target, answer, plain, Chooser(arguments.temperature, seed)) if plain else None
-    record = {"prompt_ids": answer.prompt, "output_ids": answer.tokens, "accepted": answer.accepted}
-    return record | ({"difference": dict(zip(("index", "score_gap"), difference, strict=True))} if difference else {})
+def sample(subject: Subject, results: Results) -> dict[str, Any] | None:
+    """The numbers of the answers that were decoded beside the replay."""
+    if (found := results.sample) is None:
+        return None
+    parted = differences(subject, found.answers, found.replayed, found.turns, temperature=0.0)
+    return summarize(found.answers, found.plain, subject.drafts(found.way)) | {
+        "equal_to_replay": found.equal,
+        "differences": [difference and {"index": difference[0], "score_gap": difference[1]} for difference in parted],
+    }
 
 
-def describe(arguments: argparse.Namespace, chat: Chat, target: DecodingTarget, spec: TargetSpec) -> dict[str, Any]:
+def per_prompt(arguments: argparse.Namespace, subject: Subject, results: Results) -> list[dict[str, Any]]:
+    """A record of each answer; `difference` says where it parts from plain decoding, and between how close scores."""
+    answers = results.answers
+    parted = differences(subject, answers, results.plain, results.turns, arguments.temperature) if results.plain else [None] * len(answers)
+    return [
+        {"set": turn.source, "prompt_ids": answer.prompt, "output_ids": answer.tokens, "accepted": answer.accepted}
+        | ({"difference": {"index": difference[0], "score_gap": difference[1]}} if difference else {})
+        for turn, answer, difference in zip(results.turns, answers, parted, strict=True)
+    ]
+
+
+def way_name(way: Way) -> str:
+    """How a way is called in the report."""
+    return f"{way.name}, blocks of {way.block_size}" if way.tree_budget is None else way.name
+
+
+def describe(arguments: argparse.Namespace, subject: Subject) -> dict[str, Any]:
     """What was evaluated with what."""
-    device = target.device
+    device, chat = subject.target.device, subject.asked.chat
     return {
         **{key: getattr(arguments, key) for key in ("drafter", "target", "mode", "temperature", "max_new_tokens")},
-        "prompts_file": arguments.prompts,
-        "target_fingerprint": spec.fingerprint,
+        "how": "decode" if arguments.decode else "replay",
+        "prompts_files": arguments.prompts,
+        "target_fingerprint": subject.asked.spec.fingerprint,
         "chat_template_digest": digest(chat.template),
         "chat_template_kwargs": chat.template_kwargs,
-        "dtype": str(target.model.dtype).removeprefix("torch."),
+        "dtype": str(subject.target.model.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device} ({platform.machine()})",
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__},
     }
@@ -115,12 +131,21 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--drafter", required=True, help="folder of an exported drafter")
     parser.add_argument("--target", required=True, help="its target: a folder or hub id")
-    parser.add_argument("--prompts", required=True, help="JSONL of messages, question or prompt")
+    parser.add_argument("--prompts", required=True, nargs="+", help="JSONL of messages, question, prompt, problem or turns, a file a set")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--replay", action="store_true", help="replay answers that the target writes in batches: what greedy reports do")
+    how.add_argument("--decode", action="store_true", help="decode every answer, one after the other: what a temperature needs")
+    parser.add_argument("--verify", type=whole, default=8, metavar="N", help="answers that are decoded beside a replay (8)")
+    parser.add_argument("--batch-size", type=positive, default=256, help="answers that are written at a time for a replay")
     parser.add_argument("--mode", choices=("chain", "tree"), default="chain")
-    parser.add_argument("--tree-budget", type=positives, metavar="N,N,...", help="nodes of a tree (64); the last leads the report")
+    parser.add_argument(
+        "--tree-budget", type=positives, metavar="N,N,...", help="nodes of a tree (replay: 16,64,256; decoding: 64); the last leads"
+    )
     parser.add_argument("--temperature", type=temperature, default=0.0, help="0: greedy")
-    parser.add_argument("--block-size", type=positive, help="slots, at most those of the trained block, the default")
-    parser.add_argument("--limit", type=positive, help="number of prompts")
+    parser.add_argument(
+        "--block-size", type=positive, help="slots, at most those of the trained block, the default; a replay tells all up to it"
+    )
+    parser.add_argument("--limit", type=positive, help="number of questions of each set")
     parser.add_argument("--max-new-tokens", type=positive, default=256)
     parser.add_argument("--chat-template-kwargs", type=json_object, default={}, help="JSON, e.g. '{\"enable_thinking\": false}'")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: that of the features the drafter trained on")
@@ -129,8 +154,11 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--no-compare", action="store_true", help="skip plain decoding")
     parser.add_argument("--json", help="file for the report")
     arguments = parser.parse_args(argv)
-    if arguments.tree_budget and arguments.mode == "chain":
-        parser.error("--tree-budget is for --mode tree")
+    if arguments.replay and arguments.temperature:
+        parser.error("--replay is for greedy answers; use --decode")
+    arguments.decode = arguments.decode or arguments.temperature > 0
+    if arguments.decode and arguments.tree_budget and arguments.mode == "chain":
+        parser.error("--tree-budget is for --mode tree, or for a replay")
     if arguments.json:
         check_output("--json", arguments.json)  # before minutes of work, not after
     return arguments

@@ -18,11 +18,11 @@ import torch
 from benchmarks import drafter_step, eight_billion, measure
 from common.cli import run_script
 from common.data.chat import Chat, load_tokenizer
-from common.data.prompts import read_prompts
-from common.decoding.report import mean_tau
+from common.data.prompts import read_questions
 from common.decoding.speculate import Answer, BlockDrafter, Chooser, decode, load_drafter, speculate
 from common.decoding.target import DecodingTarget, load_target
 from common.drafter.backbone import Drafter
+from common.evaluation.report import mean_tau
 from common.target.files import read_spec, resolve
 from common.target.vocabulary import Vocabulary
 
@@ -53,7 +53,8 @@ def real(asked: argparse.Namespace, device: torch.device, dtype: torch.dtype) ->
     spec, drafter = read_spec(folder), load_drafter(asked.drafter, dtype, device)
     drafter.spec.validate(spec)
     target = load_target(folder, drafter.spec.taps, dtype, device)
-    prompts = read_prompts(asked.prompts, Chat(load_tokenizer(folder)), asked.limit, spec.max_position_embeddings)
+    chat = Chat(load_tokenizer(folder))
+    prompts = [question.prompt(chat) for question in read_questions([asked.prompts], chat, asked.limit, spec.max_position_embeddings)]
     return Subject(target, drafter, target.vocabulary(spec), prompts, spec.eos_token_ids)
 
 

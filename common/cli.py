@@ -45,6 +45,13 @@ def writing(flag: str, path: str | Path, advice: str = "make room there, or name
         raise UserError(f"{flag} {path} cannot be written ({error.strerror or error}); {advice}") from None
 
 
+def whole(text: str) -> int:
+    """An argparse type: a whole number from 0."""
+    if int(text) < 0:
+        raise ValueError
+    return int(text)
+
+
 def check_output(flag: str, path: str | Path) -> None:
     """Make the folder of a file that will be written, and try the file; raises UserError if it cannot be."""
     path = Path(path)

@@ -9,10 +9,10 @@ from conftest import build_target
 import evaluate_drafter
 from common.config import DrafterConfig
 from common.data.chat import Chat, load_tokenizer
-from common.data.prompts import read_prompts
-from common.decoding.report import mean_tau, prompt_lookup, summarize, table
+from common.data.prompts import OPEN, messages_of, read_questions
 from common.decoding.speculate import Answer
 from common.errors import UserError
+from common.evaluation.report import by_position, mean_tau, prompt_lookup, summarize
 from common.families.dflash import DFlash
 from common.families.registry import resolve_spec
 from common.families.start import make_drafter
@@ -59,7 +59,11 @@ def evaluate(tiny_target, drafter_folder, prompts_file, tmp_path, capsys):
     return run
 
 
-HOW = {"chain": [], "tree": ["--mode", "tree", "--tree-budget", "3,8"], "sampled": ["--temperature", "1", "--block-size", "3"]}
+HOW = {
+    "chain": ["--decode"],
+    "tree": ["--decode", "--mode", "tree", "--tree-budget", "3,8"],
+    "sampled": ["--temperature", "1", "--block-size", "3"],
+}
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -93,7 +97,7 @@ def test_equal_prompts_are_sampled_apart_and_loops_are_the_answers(evaluate, tmp
 
 def test_the_baseline_copies_blocks_of_the_size_that_is_measured(evaluate):
     """Lost otherwise: a fair race. With blocks of 2 copying, too, proposes one token at a time."""
-    report, _ = evaluate("--block-size", 2, "--max-new-tokens", 200)
+    report, _ = evaluate("--block-size", 2, "--max-new-tokens", 200, "--verify", 0)
     copied = [
         [prompt_lookup(prompt["prompt_ids"], prompt["output_ids"], size) for prompt in report["per_prompt"]] for size in (1, BLOCK - 1)
     ]
@@ -102,12 +106,14 @@ def test_the_baseline_copies_blocks_of_the_size_that_is_measured(evaluate):
 
 def test_no_compare_and_limit(evaluate):
     """Lost otherwise: the quick look, which skips plain decoding and must not claim to have compared."""
-    report, printed = evaluate("--limit", 1, "--no-compare", "--max-new-tokens", 8)
+    report, printed = evaluate("--decode", "--limit", 1, "--no-compare", "--max-new-tokens", 8)
     assert (report["prompts"], report["lossless"], report["speedup"]) == (1, None, None)
     assert "not compared" in printed
 
 
-@pytest.mark.parametrize("flags", [["--tree-budget", "16"], ["--temperature", "-1"]])
+@pytest.mark.parametrize(
+    "flags", [["--tree-budget", "16", "--decode"], ["--temperature", "-1"], ["--verify", "-1"], ["--replay", "--temperature", "1"]]
+)
 def test_flags_that_would_mean_something_else_are_refused(flags, capsys):
     """Lost otherwise: a chain's figures under a tree's name, or a target that prefers what it likes least."""
     with pytest.raises(SystemExit, match="2"):
@@ -142,8 +148,8 @@ def test_rows_that_ask_nothing_are_named(tiny_target, tmp_path):
         path = tmp_path / "prompts.jsonl"
         path.write_text('{"prompt": "fine"}\n' + line + "\n")
         with pytest.raises(UserError, match=r"prompts.jsonl:2"):
-            read_prompts(path, chat, None, 400)
-        assert len(read_prompts(path, chat, 1, 400)) == 1
+            read_questions([str(path)], chat, None, 400)
+        assert len(read_questions([str(path)], chat, 1, 400)) == 1
 
 
 def test_slots_count_only_where_the_answer_tested_them():
@@ -179,8 +185,53 @@ def test_prompt_lookup_copies_from_prompt_and_answer():
     assert prompt_lookup([1, 2, 9, 1, 2, 3, 1], [2, 3, 4], drafts=3) == [1], "1 2 was last followed by 3"
 
 
-def test_table_survives_a_run_without_verifications():
+@pytest.mark.parametrize("how", ["--replay", "--decode"])
+def test_table_survives_a_run_without_verifications(evaluate, how):
     """Lost otherwise: an hour's run that crashes while printing, because every answer was one token long."""
-    summary = summarize([Answer([1], [2])], [], BLOCK - 1) | {"tree_budget": None, "seconds_speculative": 1.0}
-    about = {"temperature": 0, "block_size": BLOCK, "dtype": "float32", "device": "cpu", "prompt_lookup_tau": None, "loops": 0.0}
-    assert "chain" in table(summary | about | {"runs": [summary], "per_prompt": []})
+    report, printed = evaluate(how, "--max-new-tokens", 1)
+    assert report["tau"] is None and report["tau_by_position"] == [] and "chain" in printed
+
+
+def test_a_replay_reports_what_decoding_reports(evaluate, tmp_path):
+    """Lost otherwise: the default report. Sets and later turns included, its every answer and count is real decoding's."""
+    (tmp_path / "turns.jsonl").write_text('{"turns": ["count 5", "go on", "and on"]}\n{"turns": ["count 9"]}\n')
+    (tmp_path / "math.jsonl").write_text('{"problem": "count 2", "answer": "2"}\n')
+    flags = ["--prompts", tmp_path / "turns.jsonl", tmp_path / "math.jsonl", "--max-new-tokens", 12]
+    replayed, printed = evaluate(*flags, "--tree-budget", "3,8", "--batch-size", 2, "--verify", 3)
+    assert replayed["how"] == "replay" and [p["set"] for p in replayed["per_prompt"]] == ["turns"] * 4 + ["math"]
+    assert replayed["sample"]["equal_to_replay"] == replayed["sample"]["lossless"] == replayed["sample"]["prompts"] == 3
+    assert "3 with the replay's tokens and verifications" in printed and "math" in printed
+    decodings = [["--block-size", size] for size in (2, 3, 4)] + [
+        ["--mode", "tree", "--tree-budget", 3],
+        ["--mode", "tree", "--tree-budget", 8],
+    ]
+    for run, decoding in zip(replayed["runs"], decodings, strict=True):
+        decoded, _ = evaluate(*flags, "--decode", "--no-compare", *decoding)
+        same = ["tau", "tau_by_set", "verifications", "accepted_histogram", "cumulative_acceptance", "conditional_acceptance"]
+        assert {key: run[key] for key in same} == {key: decoded[key] for key in same}, decoding
+        if run["way"] == replayed["lead"]:
+            assert run["block_size"] == BLOCK
+            same = ["per_prompt", "tau_by_position", "loops", "prompt_lookup_tau"]
+            assert {key: replayed[key] for key in same} == {key: decoded[key] for key in same}
+    assert replayed["tau_by_block_size"]["4"] == replayed["tau"] and replayed["tau_by_tree_budget"].keys() == {"3", "8"}
+
+
+def test_tau_by_position_counts_a_verification_where_its_block_is_drafted():
+    """Lost otherwise: the figure that tells a drafter which fails in long contexts. Known at first are 126 + 1 tokens, then 130."""
+    answer = Answer([0] * 126, [0] * 9, accepted=[2, 1, 2])
+    assert by_position([answer]) == [
+        {"below": 128, "tau": 3.0, "verifications": 1},
+        {"below": 256, "tau": 2.5, "verifications": 2},
+    ]
+
+
+def test_sets_are_read_as_they_are_published():
+    """Lost otherwise: one command for the sets that people quote. GSM8K, MATH500, HumanEval, MT-Bench differ in names."""
+    asks = {"role": "user", "content": "why?"}
+    for row in (
+        {"question": "why?", "answer": "#### 4"},
+        {"problem": "why?", "solution": "so"},
+        {"task_id": "HumanEval/0", "prompt": "why?"},
+    ):
+        assert messages_of(row) == [asks, OPEN]
+    assert messages_of({"question_id": 81, "turns": ["why?", "why?"], "reference": []}) == [asks, OPEN, asks, OPEN]

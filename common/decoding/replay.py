@@ -91,7 +91,9 @@ class Replayer:
         spec = self.drafter.spec
 
         def blocks_of(anchor_A: np.ndarray, keep_A: np.ndarray) -> Blocks:
-            blocks = build_blocks(row, anchor_A, keep_A, block_size, spec.mask_token_id, window=spec.window)
+            blocks = build_blocks(
+                row, anchor_A, keep_A, block_size, spec.mask_token_id, window=spec.window, sample_from_anchor=spec.sample_from_anchor
+            )
             blocks.mask = blocks.mask._replace(full_tiles=None, sliding_tiles=None)  # kernels would be compiled for every block size
             return blocks.to(self.target.device)
 
@@ -106,5 +108,8 @@ class Replayer:
 def _by_way(block_size: int, replay: Replay, budgets: Sequence[int]) -> dict[Way, Callable[[int], int]]:
     """How many drafts are accepted at an anchor, by the anchor's number; one walk through the largest tree serves all."""
     numbers = functools.cache(lambda n: replay.label_numbers(n, max(budgets)))
-    trees = {Way(block_size, budget): lambda n, budget=budget: bisect.bisect_left(numbers(n), budget) for budget in budgets}
-    return {Way(block_size): lambda n: int(replay.accepted_N[n])} | trees
+
+    def by_tree(budget: int) -> Callable[[int], int]:
+        return lambda n: bisect.bisect_left(numbers(n), budget)
+
+    return {Way(block_size): lambda n: int(replay.accepted_N[n])} | {Way(block_size, budget): by_tree(budget) for budget in budgets}
