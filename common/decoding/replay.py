@@ -20,8 +20,9 @@ from common.data.rows import Row
 from common.decoding.speculate import Answer, Way
 from common.decoding.target import DecodingTarget
 from common.drafter.backbone import Drafter
+from common.families.family import Drafted
 from common.families.registry import FAMILIES
-from common.families.replay import replay_row
+from common.families.replay import draft_blocks, replay_row
 from common.objective.acceptance import Replay, walk
 from common.objective.blocks import Blocks, build_blocks
 from common.target.vocabulary import Vocabulary
@@ -97,12 +98,11 @@ class Replayer:
             blocks.mask = blocks.mask._replace(full_tiles=None, sliding_tiles=None)  # kernels would be compiled for every block size
             return blocks.to(self.target.device)
 
-        def hidden_of(blocks: Blocks) -> Tensor:
-            embeddings = self.vocabulary.embed(blocks.tokens_U)
-            return self.drafter(embeddings, blocks.positions_AK, features_TF, blocks.context_positions_T, blocks.mask)
+        def drafted_of(blocks: Blocks) -> Drafted:
+            return draft_blocks(self.drafter, self.vocabulary, features_TF, blocks)
 
         anchors = max(1, min(ROW_SLOTS // block_size, int(row.loss_mask.sum())))
-        return replay_row(row, anchors, blocks_of, hidden_of, self.proposer, tree_width)
+        return replay_row(row, anchors, blocks_of, drafted_of, self.proposer, tree_width)
 
 
 def _by_way(block_size: int, replay: Replay, budgets: Sequence[int]) -> dict[Way, Callable[[int], int]]:

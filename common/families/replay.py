@@ -10,6 +10,15 @@ from common.data.rows import Row
 from common.families.family import Drafted, Proposer
 from common.objective.acceptance import Replay
 from common.objective.blocks import Blocks, every_anchor
+from common.target.vocabulary import Vocabulary
+
+
+def draft_blocks(drafter: Callable[..., Tensor], vocabulary: Vocabulary, features_TF: Tensor, blocks: Blocks) -> Drafted:
+    """Run a drafter (or its compiled forward) on a packet's blocks."""
+    embeddings = vocabulary.embed(blocks.tokens_U)
+    hidden = drafter(embeddings, blocks.positions_AK, features_TF, blocks.context_positions_T, blocks.mask)
+    before_A = torch.where(blocks.anchor_A > blocks.lo_A, blocks.anchor_A - 1, -1).long()
+    return Drafted(hidden, blocks.tokens_U[:-1], features_TF, before_A)
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from common.drafter import attention
 from common.drafter.export import split
 from common.families.family import Drafted
 from common.families.registry import FAMILIES
-from common.families.replay import replay_row
+from common.families.replay import draft_blocks, replay_row
 from common.families.start import make_drafter
 from common.metrics import Faults, Metrics
 from common.objective.acceptance import Replay
@@ -110,10 +110,7 @@ class Learner:
         taps = features_TF[:, : self._taps_width]
         if self.plan.config.drafter.zero_features:
             taps = torch.zeros_like(taps)
-        embeddings = self.vocabulary.embed(blocks.tokens_U)
-        hidden = self._forward(embeddings, blocks.positions_AK, taps, blocks.context_positions_T, blocks.mask)
-        before_A = torch.where(blocks.anchor_A > blocks.lo_A, blocks.anchor_A - 1, -1).long()
-        return Drafted(hidden, blocks.tokens_U[:-1], taps, before_A)
+        return draft_blocks(self._forward, self.vocabulary, taps, blocks)
 
     def _run(self, *inputs: object) -> Tensor:
         return self.model(*inputs)
