@@ -72,7 +72,7 @@ def by_position(answers: Iterable[Answer]) -> list[dict[str, Any]]:
     for answer in answers:
         known = len(answer.prompt) + 1
         for n in answer.accepted:
-            counts.setdefault(max(known, FIRST_RANGE).bit_length(), []).append(n + 1)
+            counts.setdefault(max(known, FIRST_RANGE - 1).bit_length(), []).append(n + 1)
             known += n + 1
     return [{"below": 2**bit, "tau": mean(counts[bit]), "verifications": len(counts[bit])} for bit in sorted(counts)]
 
