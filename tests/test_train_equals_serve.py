@@ -19,6 +19,7 @@ from common.data.store import StoreWriter
 from common.decoding.replay import Replayer
 from common.decoding.speculate import BlockDrafter, Chooser, Proposal, Way, decode, speculate
 from common.decoding.target import DecodingTarget
+from common.decoding.target import load_target as load_served
 from common.drafter.spec import FULL, SLIDING
 from common.families.family import Drafted
 from common.families.registry import family_options
@@ -78,7 +79,7 @@ def build_pair(folder, scratch, layer_types, **drafter):
 
     `drafter` are further keys of that section.
     """
-    served = DecodingTarget(load_target(folder, torch.device("cpu"), torch.float32), [0, 2])
+    served = load_served(folder, [0, 2], torch.float32, torch.device("cpu"))
     draw, unused = np.random.default_rng(0), set(range(256))
     with StoreWriter(scratch / "store", {"vocab_size": 272}) as store:
         for _ in range(12):
