@@ -120,6 +120,7 @@ def add_pack(commands: Commands) -> None:
     command.add_argument("--heldout", type=int, default=0, metavar="N", help="split off N conversations as a store for validation")
     command.add_argument("--heldout-output", help="its folder (default: OUTPUT-heldout)")
     command.add_argument("--chat-template-kwargs", type=json_object, default={}, help="JSON, e.g. '{\"enable_thinking\": false}'")
+    command.add_argument("--split-turns", action="store_true", help="a document for each answer, behind the prompt that it is served with")
     command.add_argument("--seed", type=int, default=0, help="of the choice of held-out conversations")
     command.add_argument("--workers", type=positive, metavar="N", help="processes that tokenize (default: one a core)")
     command.add_argument("--json", nargs="?", const="-", type=json_file, help="write the summary to this file, or instead of text")

@@ -145,9 +145,9 @@ def tokenizer(folder: Path) -> Case:
             with contextlib.suppress(*REFUSED):
                 step()
         chat = Chat(load_tokenizer(folder))
-        (document,) = chat.documents([{"messages": messages}])
+        (found,) = chat.documents([{"messages": messages}])
         assert chat.template_digest and chat.vocabulary_digest and chat.vocab_size > 0
-        if not isinstance(document, Rejected):
+        for document in () if isinstance(found, Rejected) else found.documents:
             chat.show(*document, color=False)
         chat.prompt(messages[:1])
 

@@ -21,7 +21,7 @@ import torch
 from benchmarks import measure
 from common.cli import positive, run_script
 from common.data import preparing
-from common.data.chat import Chat, load_tokenizer
+from common.data.chat import Chat, Encoded, load_tokenizer
 from common.data.conversations import read_lines
 from common.data.parallel import cores
 from common.data.written import token_ids
@@ -95,10 +95,10 @@ def main(argv: Sequence[str]) -> None:
     for count in turns:
         long = {"messages": [message for row in conversations(-(-count // 10)) for message in row["messages"]][:count]}
         start_s = time.perf_counter()
-        (document,) = chat.documents([long])
-        assert isinstance(document, tuple)
+        (found,) = chat.documents([long])
+        assert isinstance(found, Encoded)
         wall_s = time.perf_counter() - start_s
-        measure.report(cpu, benchmark="packing", part="turns", messages=count, tokens=len(document[0]), wall_s=wall_s)
+        measure.report(cpu, benchmark="packing", part="turns", messages=count, tokens=len(found.documents[0][0]), wall_s=wall_s)
 
 
 if __name__ == "__main__":

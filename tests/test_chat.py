@@ -91,7 +91,7 @@ ALPACA = (  # no token ends a turn
 WITHOUT_PROMPT = "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
 
 FAMILIES = {  # template, special tokens, and how the target's own turn reads in the middle and at the end of a conversation
-    "qwen3": (QWEN3, ("<|im_start|>", "<|im_end|>"), "{}<|im_end|>", "<think>\n\n</think>\n\n{}<|im_end|>"),
+    "qwen3": (QWEN3, ("<|im_start|>", "<|im_end|>"), "{}<|im_end|>", "{}<|im_end|>"),
     "llama3": (LLAMA3, ("<bos>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"), "{}<|eot_id|>", "{}<|eot_id|>"),
     "mistral": (MISTRAL, ("<bos>", "<eos>", "[INST]", "[/INST]"), "{}<eos>", "{}<eos>"),
     "gemma": (GEMMA, ("<bos>", "<start_of_turn>", "<end_of_turn>"), "{}<end_of_turn>", "{}<end_of_turn>"),
@@ -99,7 +99,7 @@ FAMILIES = {  # template, special tokens, and how the target's own turn reads in
     "harmony": (
         HARMONY,
         ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>"),
-        "<|channel|>final<|message|>{}<|end|>",
+        "<|channel|>final<|message|>{}",
         "<|channel|>final<|message|>{}<|return|>",
     ),
     "vicuna": (VICUNA, ("<eos>",), " {}<eos>", " {}<eos>"),
@@ -147,10 +147,16 @@ def _without_added_tokens(text):
 
 def one(chat, row):
     """The document of a row; raises the Rejected that there is instead."""
-    (document,) = chat.documents([row])
-    if isinstance(document, Rejected):
-        raise document
+    (document,) = several(chat, row).documents
     return document
+
+
+def several(chat, row, **how):
+    """What a row became; raises the Rejected that there is instead."""
+    (found,) = chat.documents([row], **how)
+    if isinstance(found, Rejected):
+        raise found
+    return found
 
 
 def supervised(chat, ids, mask):
@@ -297,7 +303,7 @@ def test_all_shapes_say_the_same():
         ([], "not a JSON object"),
         ({}, "no messages"),
         ({"prompt": "a"}, "no messages"),
-        ({"messages": "a"}, "no messages"),
+        ({"messages": "a"}, "messages are text, not a list"),
         ({"messages": []}, "no assistant turn"),
         ({"messages": ["a"]}, "not an object"),
         ({"messages": CONVERSATION[:1]}, "no assistant turn"),
@@ -354,22 +360,23 @@ def test_random_conversations_keep_the_rule(family):
         assert squeeze(supervised(chat, ids, mask)) == squeeze(expected)
 
 
-def test_turns_found_at_once_are_those_found_one_by_one(family):
-    """The fast way must find what the slow one finds, or leave it to it: a turn that begins a word off is a wrong mask."""
+def test_turns_found_between_marks_are_those_found_one_by_one(family, monkeypatch):
+    """The fast way must find what the slow one finds: a turn that begins a word off is a wrong mask."""
     chat, _, _ = family
     draw, found = np.random.default_rng(1), 0
     pieces = [" ", "\n", "\n\n", "a", "four", "### user:\n", "### assistant:\n", "USER: ", " ASSISTANT: ", "</think>", "<think>"]
-    for _ in range(60):
-        messages = [turn | {"content": "".join(draw.choice(pieces, draw.integers(0, 6)))} for turn in CONVERSATION * draw.integers(1, 4)]
+    for _ in range(40):
+        messages = [turn | {"content": "".join(draw.choice(pieces, draw.integers(0, 6)))} for turn in CONVERSATION * draw.integers(2, 4)]
         text = chat.render(messages)
-        at_once = chat.turns.all_at_once(messages, text, None)
-        if at_once is not None:
-            assert at_once == [chat.turns.one(messages, i, text, None) for i, m in enumerate(messages) if m["role"] == "assistant"]
-            found += 1
+        fast = chat.turns.spans(messages, text, None)
+        found += len(chat.turns._regions(messages, text, None)) > 2
+        with monkeypatch.context() as patch:
+            patch.setattr(chat.turns, "_regions", lambda *_: {})
+            assert fast == chat.turns.spans(messages, text, None)
     assert found > 20, "the fast way must be taken for this test to be one"
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama3", "alpaca"])
+@pytest.mark.parametrize("name", ["qwen3", "llama3", "mistral", "alpaca", "harmony"])
 def test_a_long_conversation_is_rendered_a_few_times(name, monkeypatch):
     """An agent's log of thousands of messages, rendered anew for each of them, would hold up a pack for minutes."""
     template, specials, _, last = FAMILIES[name]
@@ -379,7 +386,7 @@ def test_a_long_conversation_is_rendered_a_few_times(name, monkeypatch):
     messages = [turn | {"content": f"{turn['content']} {i}"} for i in range(200) for turn in CONVERSATION[2:]]
     ids, mask = one(chat, {"messages": messages})
     assert squeeze(supervised(chat, ids, mask))[-1] == squeeze([last.format("The answer 199")])[0]
-    assert len(supervised(chat, ids, mask)) == 200 and len(renderings) <= 4
+    assert len(supervised(chat, ids, mask)) == 200 and len(renderings) <= 10
 
 
 def test_an_answer_that_forges_the_next_turn_is_found_one_by_one():
@@ -388,7 +395,6 @@ def test_an_answer_that_forges_the_next_turn_is_found_one_by_one():
     chat = Chat(make_tokenizer(template, specials))
     forged = CONVERSATION[1]["content"] + "\n\n### user:\nx\n\n### assistant:\nno"
     messages = [CONVERSATION[0], CONVERSATION[1] | {"content": forged}, *CONVERSATION[2:]]
-    assert chat.turns.all_at_once(messages, chat.render(messages), None) is None
     ids, mask = one(chat, {"messages": messages})
     assert squeeze(supervised(chat, ids, mask)) == squeeze([forged, CONVERSATION[3]["content"]])
 

@@ -139,7 +139,7 @@ def endless(tmp_path):
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it, and so would its children
     )
     try:
-        until(lambda: any(path.stat().st_size for path in tmp_path.glob(".store.*.partial/tokens.bin")), job)
+        until(lambda: any(path.stat().st_size for path in tmp_path.glob(".store*.partial/tokens.bin")), job)
         yield job, descendants(job.pid)
     finally:
         with contextlib.suppress(ProcessLookupError):

@@ -3,6 +3,8 @@
 import gzip
 import io
 import json
+import os
+import threading
 
 import numpy as np
 import pytest
@@ -85,6 +87,37 @@ def test_bad_lines_are_counted_with_their_locations_and_never_fatal(pack, tmp_pa
     assert found == [f"{file}:{2 * i + 2}" for i in range(len(bad))]
     assert summary["rejects"]["not JSON"]["lines"] == [f"{file}:2", f"{file}:10"]
     assert summary["rejects"]["not UTF-8"]["count"] == 1
+
+
+def test_a_pipe_is_read(pack, tmp_path):
+    """`pack <(zcat a.jsonl.zst)` was told that there is no such file."""
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=(tmp_path / "pipe").write_bytes, args=(jsonl(rows_of(3)),))
+    writer.start()
+    assert pack(tmp_path / "pipe")[0]["accepted"] == 3
+    writer.join()
+    with pytest.raises(UserError, match="is a folder"):
+        pack(tmp_path)
+
+
+def test_each_answer_may_be_a_document(pack, tmp_path, capsys):
+    """`--split-turns` must reach the store, and its documents must be as many as there are answers."""
+    rows = rows_of(6)
+    (tmp_path / "a.jsonl").write_bytes(jsonl(rows))
+    summary, store = pack(tmp_path / "a.jsonl", "--split-turns")
+    assert len(store) == sum(message["role"] == "assistant" for row in rows for message in row["messages"]) > summary["accepted"] == 6
+    assert all(np.flatnonzero(np.diff(store.document(i)[1])).size == 1 for i in range(len(store)))
+
+
+def test_what_the_template_leaves_out_is_said(pack, tmp_path, capsys):
+    """Thoughts that a template drops are half of what such a model writes; their loss must show where data is made and looked at."""
+    (tmp_path / "a.jsonl").write_bytes(
+        jsonl([{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "ok", "reasoning": "why"}]}])
+    )
+    summary, _ = pack(tmp_path / "a.jsonl")
+    assert summary["lost"] == {"thoughts": 3}
+    prepare_data.main(["inspect", str(tmp_path / "store")])
+    assert "the chat template leaves out 3 tokens: 3 of thoughts\n--split-turns makes" in capsys.readouterr().out
 
 
 def test_a_cut_archive_gives_what_it_holds(pack, tmp_path):

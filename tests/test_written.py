@@ -152,6 +152,7 @@ def sequence(ids, answers):
 MISFITS = [
     ("no token ids", lambda row: row.pop("token_ids")),
     ("written with another vocabulary", change_ids(vocabulary_digest="0")),
+    ("written with other added tokens", change_ids(added_tokens_digest="0")),
     ("written with another chat template or other --chat-template-kwargs", change_ids(template_digest="0")),
     ("messages changed after they were written", edit_message),
     ("an id beyond the tokenizer's vocabulary", sequence([1, 2, VOCABULARY_ROWS], [[1, 3]])),

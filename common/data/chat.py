@@ -1,14 +1,16 @@
 """Conversations to token ids and loss mask, through the chat template of the target's tokenizer; and back to a person's eyes.
 
 Supervised are the assistant's turns (`common/data/turns.py`). Text inside a message that merely looks like a special token is hidden
-while the template runs and tokenized as ordinary text.
+while the template runs and tokenized as ordinary text. What the template leaves out is counted (`common/data/lost.py`).
 
 Legend: N tokens of a document.
 """
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,11 @@ from tokenizers import AddedToken, Encoding, Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import cached_file
 
-from common.data.conversations import Message, Rejected, conversation, normalise
-from common.data.store import Document, vocabulary_digest
+from common.data.conversations import Message, Rejected, conversation, normalise, tools_of
+from common.data.lost import lost_pieces
+from common.data.store import Document, added_tokens_digest, vocabulary_digest
+from common.data.thoughts import OPENED, after_opening
+from common.data.time_limit import TooLong, time_limit
 from common.data.turns import Span, Turns
 from common.errors import UserError
 from common.trees import digest
@@ -27,6 +32,12 @@ from common.trees import digest
 PRIVATE = re.compile("[\U00100000-\U0010ffff]")  # a plane of Unicode left to private use: our placeholders live in it
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 ESCAPE, MARK = 0x100000, "\U0010fffc"
+WORD_MARK = "▁"
+"""What stands for a space in SentencePiece's tokens."""
+RENDERING_S = 20.0
+"""Processor time that a template may take for one conversation; thousands of messages take a tenth of a second."""
+SHORT = 10_000
+"""Characters of a conversation on which no template may take that long: one that does would do so on every line."""
 
 
 def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerFast:
@@ -40,6 +51,26 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrai
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise UserError(f"the tokenizer of {path} has no tokenizer.json: its offsets, by which the loss mask is set, are unknown")
     return tokenizer
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What one row became: its documents, the tokens that the template left out by kind, and how many of its answers follow a prompt that
+    a server never gives.
+    """
+
+    documents: list[Document]
+    lost: dict[str, int]
+    unserved: int
+
+
+@dataclass(frozen=True)
+class Text:
+    """The text of a document, with special tokens in its content hidden, and its supervised spans (None: a bare text, all of it)."""
+
+    text: str
+    spans: list[Span] | None
+    unserved: int = 0
 
 
 class Chat:
@@ -72,33 +103,64 @@ class Chat:
     @cached_property
     def vocabulary_digest(self) -> str:
         """Hash of the token-to-id table: equal for tokenizers that give the same ids their meaning."""
+        return vocabulary_digest(self._tokenizer_json)
+
+    @cached_property
+    def added_tokens_digest(self) -> str:
+        """Hash of the added tokens: equal for tokenizers that keep the same words of a text whole."""
+        return added_tokens_digest(self._tokenizer_json)
+
+    @cached_property
+    def _tokenizer_json(self) -> str:
         path = self.tokenizer.name_or_path
         file = path and cached_file(path, "tokenizer.json", _raise_exceptions_for_missing_entries=False, local_files_only=True)
-        return vocabulary_digest(Path(file).read_text() if file else self.backend.to_str())
+        return Path(file).read_text() if file else self.backend.to_str()
 
     @cached_property
     def vocab_size(self) -> int:
         """One more than the highest token id."""
         return max(self.tokenizer.get_vocab().values()) + 1
 
-    def documents(self, rows: Iterable[Any]) -> list[Document | Rejected]:
-        """Encode parsed JSONL rows. Returns, for each, its document or the Rejected that says why there is none."""
-        texts: list[tuple[str, list[Span] | None] | Rejected] = []
+    def documents(self, rows: Iterable[Any], split_turns: bool = False) -> list[Encoded | Rejected]:
+        """Encode parsed JSONL rows. Returns, for each, its documents (one, or with `split_turns` one an answer) or why there are none."""
+        texts: list[tuple[list[Text], list[tuple[str, str]]] | Rejected] = []
         for row in rows:
             try:
-                texts.append(self._text_and_spans(row))
+                texts.append(self._texts(row, split_turns))
             except Rejected as rejected:
                 texts.append(rejected)
             except RecursionError:
                 texts.append(Rejected("nested too deeply"))
-        encoded = self._encode([text[0] for text in texts if not isinstance(text, Rejected)])
-        return [text if isinstance(text, Rejected) else self._document(*text, *next(encoded)) for text in texts]
+        whole = [found for found in texts if not isinstance(found, Rejected)]
+        encoded = self._encode([text.text for parts, _ in whole for text in parts])
+        documents = [[self._document(text, *next(encoded)) for text in parts] for parts, _ in whole]
+        sizes = self._encode([piece for _, lost in whole for _, piece in lost])
+        results = []
+        for (parts, lost), made in zip(whole, documents, strict=True):
+            counted: Counter[str] = Counter()
+            for kind, _ in lost:
+                counted[kind] += len(next(sizes)[0])
+            results.append(Encoded(made, dict(counted), sum(text.unserved for text in parts)))
+        found = iter(results)
+        return [text if isinstance(text, Rejected) else next(found) for text in texts]
 
-    def _document(self, text: str, spans: list[Span] | None, ids: np.ndarray, offsets: np.ndarray) -> Document:
-        if spans is not None:
-            return ids, _mask(text, offsets, spans)
+    def _document(self, text: Text, ids: np.ndarray, offsets: np.ndarray) -> Document:
+        if text.spans is not None:
+            mask, kept = _mask(text.text, offsets, text.spans), np.ones(len(ids), bool)
+            kept[self._lone_spaces(text.text, ids, offsets, text.spans)] = False
+            return ids[kept], mask[kept]
         first = self._first_ids  # a template writes the first token itself, a bare text leaves it to the tokenizer
-        return np.append(first, ids), np.append(np.zeros(len(first), np.uint8), _mask(text, offsets, [(0, len(text))]))
+        return np.append(first, ids), np.append(np.zeros(len(first), np.uint8), _mask(text.text, offsets, [(0, len(text.text))]))
+
+    def _lone_spaces(self, text: str, ids: np.ndarray, offsets: np.ndarray, spans: list[Span]) -> list[int]:
+        """Tokens that no server's prompt and no answer holds: a template's space before an answer whose first word brings its own."""
+        found = []
+        for begin, _ in spans:
+            token = int(offsets[:, 1].searchsorted(begin, "right"))
+            pieces = [self.backend.id_to_token(int(i)) or "" for i in ids[token : token + 2]]
+            if text[begin : begin + 1] == " " and len(pieces) == 2 and pieces[0] == WORD_MARK and pieces[1].startswith(WORD_MARK):
+                found.append(token)
+        return found
 
     def prompt(self, messages: list[Message]) -> np.ndarray:
         """Token ids int32 of a conversation with the generation prompt behind it.
@@ -127,33 +189,65 @@ class Chat:
     def render(self, messages: list[Message], generation: bool = False, tools: Any = None) -> str:
         """The template's text of messages, with the generation prompt behind it if asked for.
 
-        Raises: Rejected if there is no template, or if it refuses.
+        Raises: Rejected if there is no template, or if it refuses; UserError if it does not end.
         """
         if self.template is None:
             raise Rejected("the tokenizer has no chat template")
         try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    messages, tools=tools, tokenize=False, add_generation_prompt=generation, **self.template_kwargs
+            with time_limit(RENDERING_S):
+                return str(
+                    self.tokenizer.apply_chat_template(
+                        messages, tools=tools, tokenize=False, add_generation_prompt=generation, **self.template_kwargs
+                    )
                 )
-            )
+        except TooLong:
+            if sum(len(message["content"]) for message in messages) > SHORT:
+                raise Rejected(f"the chat template computes for more than {RENDERING_S:g} s") from None
+            raise UserError(
+                f"the chat template of {self.tokenizer.name_or_path} computes for more than {RENDERING_S:g} s on {len(messages)} short "
+                "messages: does it loop for ever? Mend it, or give another by --chat-template-kwargs '{\"chat_template\": ...}'"
+            ) from None
         except Exception as error:  # a template may raise anything
             raise Rejected(f"the template refuses: {' '.join(str(error).split())[:100]}") from None
 
-    def _text_and_spans(self, row: Any) -> tuple[str, list[Span] | None]:
-        """A row's text, special tokens in its content hidden, and its supervised spans; None: a bare text, all of it."""
+    def _texts(self, row: Any, split_turns: bool) -> tuple[list[Text], list[tuple[str, str]]]:
+        """A row's texts, and what the template left out of them as (kind, text)."""
         if isinstance(row, Rejected):
             raise row
         if not isinstance(row, dict):
             raise Rejected("not a JSON object")
         if isinstance(row.get("text"), str) and not {"messages", "conversations"} & row.keys():
-            return self._hide(row["text"]), None
-        messages = self._hide(conversation(row))
-        if all(message["role"] != "assistant" for message in messages):
+            return [Text(self._hide(row["text"]), None)], []
+        messages, tools = self._hide(conversation(row)), self._hide(tools_of(row))
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if not turns:
             raise Rejected("no assistant turn")
-        tools = self._hide(row.get("tools"))
-        text = self.render(messages, tools=tools)
-        return text, self.turns.spans(messages, text, tools)
+        _ = self.turns.frame  # the shortest rendering first: a template that never ends ends the run here
+        if split_turns:
+            found = [self._as_served(messages, turn, tools) for turn in turns]
+            texts = [text for text in found if text is not None]
+            if not texts:
+                raise Rejected("no answer has the thoughts that the template's prompt begins")
+            by_turn = [text.text if text else "" for text in found]
+        else:
+            text = self.render(messages, tools=tools)
+            spans = self.turns.spans(messages, text, tools)
+            texts = [Text(text, spans, sum(not self.turns.serves(text, begin) for begin, _ in spans))]
+            by_turn = [text] * len(turns)
+        return texts, lost_pieces(messages, tools, by_turn)
+
+    def _as_served(self, messages: list[Message], turn: int, tools: Any) -> Text | None:
+        """The prompt that a server would give for this turn, and what the target wrote behind it; None where it wrote thoughts that the
+        message does not hold.
+        """
+        prompt, shown = self.render(messages[:turn], True, tools), self.render(messages[: turn + 1], False, tools)
+        begin, end = self.turns.spans(messages[: turn + 1], shown, tools)[-1]
+        if shown.startswith(prompt):
+            return Text(shown[:end], [(begin, end)])
+        answer = shown[begin:end]
+        if OPENED.search(prompt, max(0, len(prompt) - 64)):
+            answer = after_opening(prompt, messages[turn], answer)
+        return None if answer is None else Text(prompt + answer, [(len(prompt), len(prompt) + len(answer))])
 
     def _hide(self, value: Any) -> Any:
         """Put a placeholder character instead of every special token's text."""

@@ -5,7 +5,7 @@ import json
 import sys
 import zlib
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -32,7 +32,7 @@ def conversation(row: dict[str, Any]) -> list[Message]:
 
     Raises: Rejected if the row has none of these shapes.
     """
-    turns = row.get("messages", row.get("conversations"))
+    turns = _listed(row.get("messages", row.get("conversations")))
     if turns is None and "prompt" in row and "completion" in row:
         turns = []
         for role, part in (("user", row["prompt"]), ("assistant", row["completion"])):
@@ -43,6 +43,20 @@ def conversation(row: dict[str, Any]) -> list[Message]:
         what = "text" if isinstance(turns, str) else "no list"
         raise Rejected(f"its messages are {what}, not a list of objects")
     return [normalise(turn) for turn in turns]
+
+
+def tools_of(row: dict[str, Any]) -> Any:
+    """The tools that a row says its conversation could call."""
+    return _listed(row.get("tools")) or None
+
+
+def _listed(value: Any) -> Any:
+    """A list that a row holds as its JSON text, as tables of data sets do; anything else as it is."""
+    if isinstance(value, str):
+        with suppress(ValueError, RecursionError):
+            parsed = json.loads(value)
+            return parsed if isinstance(parsed, list) else value
+    return value
 
 
 def normalise(turn: Any) -> Message:

@@ -42,6 +42,12 @@ class Counts:
     tokenized: dict[str, int] = field(default_factory=dict)
     compared_answers: int = 0
     differing_answers: int = 0
+    lost: dict[str, int] = field(default_factory=dict)
+    """Tokens of the accepted lines that the chat template left out, by what they were."""
+    unserved: int = 0
+    """Answers behind a prompt that a server never gives."""
+    split_turns: bool = False
+    """Whether each answer became a document of its own."""
     rejects: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Reason -> how many lines, and where the first of them are."""
 
@@ -63,6 +69,9 @@ class Counts:
             self.tokenized[line.reason] = self.tokenized.get(line.reason, 0) + 1
         self.compared_answers += line.answers
         self.differing_answers += line.differing
+        self.unserved += line.unserved
+        for kind, tokens in line.lost.items():
+            self.lost[kind] = self.lost.get(kind, 0) + tokens
 
 
 class Split:
@@ -111,9 +120,11 @@ def pack(
     seed: int = 0,
     workers: int | None = None,
     trust_remote_code: bool = False,
+    split_turns: bool = False,
 ) -> dict[str, Any]:
     """Write a token store of the conversations in `inputs`, and a second one of `heldout` of them. Returns what was counted.
 
+    With `split_turns` each answer is a document, behind the prompt that a server would give for it.
     The first store names the second by its fingerprint, so that no other passes for what was held out of it. Which conversations are
     held out depends on `seed` and their own tokens only. `workers` processes tokenize (None: one a core).
 
@@ -124,12 +135,13 @@ def pack(
             check_input("input", path)
     if heldout < 0:
         raise UserError(f"--heldout {heldout} must not be negative; give the number of conversations to hold out")
-    tokenizer = LineTokenizer(target, chat_template_kwargs or {}, max_tokens, seed, trust_remote_code)
+    tokenizer = LineTokenizer(target, chat_template_kwargs or {}, max_tokens, seed, trust_remote_code, split_turns)
     chat = tokenizer.chat
     meta = {
         "target": str(Path(target).resolve()) if Path(target).is_dir() else target,
         "vocab_size": chat.vocab_size,
         "vocabulary_digest": chat.vocabulary_digest,
+        "added_tokens_digest": chat.added_tokens_digest,
         "template_digest": chat.template_digest,
         "chat_template_kwargs": chat.template_kwargs,
         "max_tokens": max_tokens,
@@ -141,7 +153,8 @@ def pack(
     with StoreWriter(output, dict(meta)) as train:
         with StoreWriter(folders[1], dict(meta)) if heldout else nullcontext() as apart:
             with closing(tokenized_lines(tokenizer, inputs, workers or cores())) as lines:
-                counts = _fill(Split([train, apart] if apart else [train], heldout), lines)
+                counts = Counts(split_turns=split_turns)
+                _fill(counts, Split([train, apart] if apart else [train], heldout), lines)
             for store in (train, apart) if apart else (train,):
                 store.meta["pack"] = asdict(counts)
         train.meta["heldout"] = apart.meta["fingerprint"] if apart else None
@@ -149,9 +162,8 @@ def pack(
     return written[0] | {"heldout": written[1] if heldout else None} | asdict(counts)
 
 
-def _fill(split: Split, lines: Iterable[tuple[str, str, Tokenized | Rejected]]) -> Counts:
-    """Write the documents of all lines. Returns what became of them. Raises: UserError if nothing is left to train on."""
-    counts = Counts()
+def _fill(counts: Counts, split: Split, lines: Iterable[tuple[str, str, Tokenized | Rejected]]) -> None:
+    """Write the documents of all lines and count what became of them. Raises: UserError if nothing is left to train on."""
     for location, source, line in lines:
         counts.lines += 1
         if isinstance(line, Rejected):
@@ -165,7 +177,6 @@ def _fill(split: Split, lines: Iterable[tuple[str, str, Tokenized | Rejected]]) 
     if counts.accepted == split.held_out:
         raise UserError(f"--heldout {split.heldout} leaves none of {counts.accepted} usable conversations to train on; hold out fewer")
     split.finish()
-    return counts
 
 
 def tokenized_lines(
@@ -225,6 +236,14 @@ def _describe(counts: dict[str, Any]) -> str:
     if answers := counts.get("compared_answers"):
         share = counts["differing_answers"] / answers
         text.append(f"the text of {share:.1%} of {answers:,} written answers comes back as other tokens (first {COMPARED_LINES:,} lines)")
+    lost, unserved = counts.get("lost"), counts.get("unserved")
+    if lost:
+        kinds = ", ".join(f"{tokens:,} of {kind}" for kind, tokens in sorted(lost.items(), key=lambda item: -item[1]))
+        text.append(f"the chat template leaves out {sum(lost.values()):,} tokens: {kinds}")
+    if unserved:
+        text.append(f"{unserved:,} answers follow another prompt in the template than the one that a server gives for them")
+    if (lost or unserved) and not counts["split_turns"]:
+        text.append("--split-turns makes a document of each answer, behind the prompt that it is served with")
     return "\n".join(text)
 
 

@@ -46,6 +46,12 @@ def _vocabulary_of(file: Path) -> str:
         raise UserError(f"{file} is no tokenizer ({type(error).__name__}: {str(error)[:100]}): fetch it again") from None
 
 
+def added_tokens_digest(tokenizer_json: str) -> str:
+    """Hash of the added tokens in the text of a tokenizer.json: equal for tokenizers that keep the same words of a text whole."""
+    added = json.loads(tokenizer_json).get("added_tokens") or []
+    return digest(sorted([token["id"], token["content"], bool(token.get("special"))] for token in added))
+
+
 class _File:
     """A file that knows the hash of what was written, and is on the disk once it is closed."""
 

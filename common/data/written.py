@@ -4,7 +4,7 @@ Text does not give its tokens back: a target may write "\\n\\n" as two tokens wh
 be what will be served, so a row that a target wrote holds the ids:
 
     "token_ids": {
-      "template_digest": "…", "vocabulary_digest": "…",   what they were written with
+      "template_digest": "…", "vocabulary_digest": "…", "added_tokens_digest": "…",   what they were written with
       "conversation_digest": "…",                         the messages that they belong to
       "sequences": [{"ids": [1, 9690, …], "answers": [[31, 95], …]}, …]
     }
@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from common.data.chat import Chat
+from common.data.chat import Chat, Encoded
 from common.data.conversations import Rejected, conversation
 from common.data.store import Document
 from common.trees import digest
@@ -54,6 +54,7 @@ def written_documents(chat: Chat, row: Any) -> list[Document]:
         raise NotUsed("no token ids")
     try:
         fits = _written_with(chat, row)
+        carried = {"added_tokens_digest": fits["added_tokens_digest"]} | carried  # rows of earlier versions do not say
         if reason := next((reason for key, reason in MISFITS.items() if carried[key] != fits[key]), None):
             raise NotUsed(reason)
         documents = [_document(sequence["ids"], sequence["answers"], chat.vocab_size) for sequence in carried["sequences"]]
@@ -66,6 +67,7 @@ def written_documents(chat: Chat, row: Any) -> list[Document]:
 
 MISFITS = {
     "vocabulary_digest": "written with another vocabulary",
+    "added_tokens_digest": "written with other added tokens",
     "template_digest": "written with another chat template or other --chat-template-kwargs",
     "conversation_digest": "messages changed after they were written",
 }
@@ -73,7 +75,12 @@ MISFITS = {
 
 def _written_with(chat: Chat, row: dict[str, Any]) -> dict[str, str]:
     said = digest([conversation(row), row.get("tools")])
-    return {"vocabulary_digest": chat.vocabulary_digest, "template_digest": chat.template_digest, "conversation_digest": said}
+    return {
+        "vocabulary_digest": chat.vocabulary_digest,
+        "added_tokens_digest": chat.added_tokens_digest,
+        "template_digest": chat.template_digest,
+        "conversation_digest": said,
+    }
 
 
 def _document(given_ids: Any, given_answers: Any, vocab_size: int) -> Document:
@@ -91,10 +98,10 @@ def _document(given_ids: Any, given_answers: Any, vocab_size: int) -> Document:
     return ids.astype(np.int32), mask
 
 
-def compare_answers(written: list[Document], from_text: Document | Rejected) -> tuple[int, int]:
+def compare_answers(written: list[Document], from_text: Encoded | Rejected) -> tuple[int, int]:
     """How many answers the written documents hold, and how many of them come back from their text as other tokens."""
     answers = [answer for document in written for answer in _answers(document)]
-    again = [] if isinstance(from_text, Rejected) else _answers(from_text)
+    again = [] if isinstance(from_text, Rejected) else [answer for document in from_text.documents for answer in _answers(document)]
     if len(answers) != len(again):
         return len(answers), len(answers)
     # Behind an answer that ran into its limit, the text's document goes on with the template's end of turn, which nobody wrote.

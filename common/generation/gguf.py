@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from common.cli import writing
+from common.cli import check_input, writing
 from common.errors import UserError
 from common.generation.gguf_file import GgufFile, check_weights, rope_parameters
 from common.generation.gguf_tokens import mend_tokenizer
@@ -28,8 +28,7 @@ def convert(file: str | Path, folder: str | Path, dtype: str = "bfloat16") -> No
     missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f"convert needs {' and '.join(missing)} to read GGUF files: pip install {' '.join(missing)}")
-    if not file.is_file():
-        raise UserError(f"--gguf {file}: no such file; name one that is there")
+    check_input("--gguf", str(file), again=True)
     if folder.exists():
         raise UserError(f"--output {folder} exists; choose another folder")
     part = folder.with_name(f".{folder.name}.partial")
