@@ -130,7 +130,7 @@ def main(argv: Sequence[str]) -> int:
         job.agree(plan.agreement())
         if job.is_main:
             print(f"{config_reader.to_yaml(config)}\n{job.layout.describe()}\n{describe(plan, job.layout)}", flush=True)
-        job.connect(plan.shape, plan.schedule)
+        job.connect(plan.stage_shapes, plan.schedule)
         with open_run(plan, job) as start:
             if not start.finished:
                 job.run(lambda context: Server(plan, context), lambda context: Trainer(plan, context, stop))

@@ -166,7 +166,7 @@ def run_job(setting: Setting, trainer: type[TimedTrainer]) -> None:
         config = make_config(setting, shape, Path(folder))
         with jobs.join(config) as job:
             plan = make_plan(config, job)
-            job.connect(plan.shape, plan.schedule)
+            job.connect(plan.stage_shapes, plan.schedule)
 
             def make_server(context: WorkerContext) -> TimedServer:
                 return TimedServer(plan, context, eight_billion.random_target(shape, context.device, plan.shape.dtype))

@@ -51,6 +51,10 @@ class TargetConfig:
     execution: Literal["auto", "packed", "batched", "per_document"] = "auto"
     """How the documents of a row run: `packed` (one forward), `batched` (side by side), `per_document` (the reference), `auto` (the first
     of them that a small row shows to be exact)."""
+    stages: Workers = 1
+    """Ranks that one target is spread over, a chain in which each has a range of its layers: for what one device cannot hold."""
+    balance: Literal["time", "bytes"] = "time"
+    """What stages are made even in: `time` (arithmetic a token), or `bytes`, where the largest stage would not fit its device."""
     compile: bool = True
     """Compile the target's layers on CUDA."""
 
@@ -160,11 +164,11 @@ class TopologyConfig:
     mode: Literal["auto", "solo", "threads", "processes"] = "auto"
     """`solo`, `threads`, `processes`, or `auto` (solo for one rank, processes for several)."""
     targets: Workers | None = None
-    """Targets of an exchange group (a node; the whole job in a split launch); default: the ranks that are not drafters."""
+    """Targets of an exchange group (a node; the whole job in a split launch), each of `target.stages` ranks; default: all but drafters."""
     drafters: Workers | None = None
-    """Drafters of an exchange group; default: max(1, round(ranks / 4))."""
+    """Drafters of an exchange group; default: max(1, round(ranks / 4)), or the next number that leaves whole targets."""
     target_devices: list[str] | None = None
-    """Threads mode: the targets' devices, e.g. [cuda:0,cuda:1]."""
+    """Threads mode: the targets' devices, e.g. [cuda:0,cuda:1]; each stage of a target has its own."""
     drafter_devices: list[str] | None = None
     """Threads mode: the drafters' devices."""
     cpu_threads: Annotated[int, Bounds(least=1, most=1024)] = 1

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -17,7 +17,11 @@ Link = TypeVar("Link", bound=Sender | Receiver)
 
 @dataclass(frozen=True)
 class WorkerContext(Generic[Link]):
-    """Everything a worker needs to know of where it is; a target's link is a Sender, a drafter's a Receiver."""
+    """Everything a worker needs to know of where it is; a target's link is a Sender, a drafter's a Receiver.
+
+    A stage of a target that is a chain takes what the stage before gives out from `upstream`, and sends to the stage behind it, whichever
+    drafter the packet is for.
+    """
 
     role: str
     index: int
@@ -29,6 +33,21 @@ class WorkerContext(Generic[Link]):
     status: Status = field(repr=False)
     restarted: bool = False
     """Whether the launcher started this job again after a death or a requeue."""
+    stage: int = 0
+    upstream: Receiver | None = None
+
+    @property
+    def name(self) -> str:
+        """What messages call this worker."""
+        return next(m.name for m in self.layout.members if (m.role, m.index, m.stage) == (self.role, self.index, self.stage))
+
+    def tell_chain(self, key: str, value: Any) -> None:
+        """Leave a note for the other stages of this target."""
+        self.status.put(f"{key}/{self.index}/{self.stage}", value)
+
+    def told_by_chain(self, key: str) -> list[Any]:
+        """The notes of all stages of this target, whenever they come."""
+        return [self.status.wait(f"{key}/{self.index}/{stage}") for stage in range(self.layout.stages)]
 
     def packets(self, completed_steps: int = 0) -> Iterator[tuple[Assignment, int]]:
         """(assignment, index of the other side) of all packets that this worker sends or receives, in order."""

@@ -62,7 +62,7 @@ class Group:
 
 
 class Pair(Group):
-    """A target (index 0) and a drafter (index 1) that exchange packets."""
+    """A sender of packets (index 0) and their receiver (index 1): a target and a drafter, or two stages of a chain."""
 
     max_ctas = PAIR_CTAS
 
@@ -84,6 +84,18 @@ class Pair(Group):
 def make_drafters_group(store: dist.Store, layout: Layout, member: Member, device: torch.device | None) -> Group:
     """The group of all drafters; only drafters call this, before they make their pairs."""
     return Group(store, "drafters", member.index, len(layout.drafters), device)
+
+
+def make_hops(store: dist.Store, layout: Layout, member: Member, device: torch.device | None) -> tuple[Pair | None, Pair | None]:
+    """The pairs of a stage with the stages before and behind it, where there are any; after `make_pairs`."""
+    before = behind = None
+    for one, other in layout.hops():
+        name = f"target_{one.index}_stage_{one.stage}"
+        if member.rank == one.rank:
+            behind = Pair(store, name, 0, device)
+        elif member.rank == other.rank:
+            before = Pair(store, name, 1, device)
+    return before, behind
 
 
 def make_pairs(store: dist.Store, layout: Layout, member: Member, device: torch.device | None) -> dict[int, Pair]:

@@ -1,7 +1,7 @@
 """What the jobs of all modes have in common."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
@@ -63,8 +63,8 @@ class Job:
     def agree(self, tree: dict[str, Any]) -> None:
         """Refuse to start when ranks hold different configs, data or targets. Raises: UserError naming the keys."""
 
-    def connect(self, shape: PacketShape, schedule: Schedule) -> None:
-        """Build the links and comms of this process's workers."""
+    def connect(self, shapes: Sequence[PacketShape], schedule: Schedule) -> None:
+        """Build the links and comms of this process's workers; `shapes` are those of what each stage of a target gives out."""
         raise NotImplementedError
 
     def run(self, make_target: MakeTarget, make_drafter: MakeDrafter | None) -> None:

@@ -3,11 +3,12 @@
 import os
 import socket
 import threading
+from collections.abc import Sequence
 
 import torch
 
 from common import compile_cache
-from common.config import Config, TopologyConfig
+from common.config import Config
 from common.data.schedule import Schedule
 from common.distributed import links, thread_link
 from common.distributed.comms import SoloComm, ThreadComm, ThreadMeeting
@@ -59,25 +60,29 @@ class SoloJob(Job):
                     "write topology.targets=1 topology.drafters=1 for one device"
                 )
         device, host = choose_device(0, 1, config), socket.gethostname()
-        target, drafter = (Member(role, 0, 0, 0, 0, host, device) for role in (TARGET, DRAFTER))
-        self.layout = Layout((target,), (drafter,))
+        where, stages = (0, 0, 0, 0, host, device), config.target.stages
+        *earlier, target = (Member(TARGET, *where, stage, stages) for stage in range(stages))
+        self.layout = Layout((target,), (Member(DRAFTER, *where),), tuple(earlier))
         self.status = LocalStatus()
         self.check()
 
-    def connect(self, shape: PacketShape, schedule: Schedule) -> None:
+    def connect(self, shapes: Sequence[PacketShape], schedule: Schedule) -> None:
         device = self.layout.drafters[0].device
-        self._link = links.InlineLink(shape.on(device))
+        self._links = [links.InlineLink(shape.on(device)) for shape in shapes]
+        same = SoloComm(), schedule, self.layout, self.status, was_restarted()
         self.contexts = [
-            WorkerContext(role, 0, device, self._link, SoloComm(), schedule, self.layout, self.status, was_restarted())
-            for role in (TARGET, DRAFTER)
+            WorkerContext(TARGET, 0, device, link, *same, stage, upstream)
+            for stage, (link, upstream) in enumerate(zip(self._links, [None, *self._links[:-1]], strict=True))
         ]
+        self.contexts.append(WorkerContext(DRAFTER, 0, device, self._links[-1], *same))
 
     def run(self, make_target: MakeTarget, make_drafter: MakeDrafter | None) -> None:
         assert make_drafter is not None, "only ranks of several processes serve without a drafter"
-        target_context, drafter_context = self.contexts
-        target, drafter = make_target(target_context), make_drafter(drafter_context)
-        self._link.capture = target.capture
-        target.warm()
+        *target_contexts, drafter_context = self.contexts
+        targets, drafter = [make_target(context) for context in target_contexts], make_drafter(drafter_context)
+        for link, target in zip(self._links, targets, strict=True):
+            link.capture = target.capture
+            target.warm()
         drafter.warm()
         drafter.run()
 
@@ -89,38 +94,46 @@ class ThreadsJob(Job):
 
     def __init__(self, config: Config):
         super().__init__(config)
-        host, names = socket.gethostname(), _device_names(config.topology)
-        target_members, drafter_members = (
-            tuple(Member(role, i, i, 0, 0, host, named_device(name)) for i, name in enumerate(names[role])) for role in (TARGET, DRAFTER)
-        )
-        self.layout = Layout(target_members, drafter_members)
+        host, names, stages = socket.gethostname(), _device_names(config), config.target.stages
+        serving = [
+            Member(TARGET, i // stages, i // stages, 0, 0, host, named_device(name), i % stages, stages)
+            for i, name in enumerate(names[TARGET])
+        ]
+        drafters = tuple(Member(DRAFTER, i, i, 0, 0, host, named_device(name)) for i, name in enumerate(names[DRAFTER]))
+        last, earlier = (tuple(m for m in serving if (m.stage == stages - 1) == wanted) for wanted in (True, False))
+        self.layout = Layout(last, drafters, earlier)
         self.failed = threading.Event()
         self._first_failure: tuple[WorkerContext, BaseException] | None = None
         self.status = LocalStatus(self.failed)
         self.check()
 
-    def connect(self, shape: PacketShape, schedule: Schedule) -> None:
-        depth, pairs = self.config.link.depth, self.layout.pairs()
-        queues = {(target.index, drafter.index): thread_link.QueueLink(depth, self.failed) for target, drafter in pairs}
+    def connect(self, shapes: Sequence[PacketShape], schedule: Schedule) -> None:
+        depth, failed = self.config.link.depth, self.failed
+        queues = {(target.index, drafter.index): thread_link.QueueLink(depth, failed) for target, drafter in self.layout.pairs()}
+        hops = {(one.index, one.stage): thread_link.QueueLink(depth, failed) for one, _ in self.layout.hops()}
         self._meeting = ThreadMeeting(self.drafters)
         self.contexts = []
         for member in self.layout.members:
-            local_shape = shape.on(member.device)
+            local, upstream = [shape.on(member.device) for shape in shapes], None
             if member.role == TARGET:
-                by_drafter = {drafter: q for (target, drafter), q in queues.items() if target == member.index}
-                link, comm = thread_link.QueueSender(local_shape, depth, by_drafter, self.failed), SoloComm()
+                onwards = {drafter: q for (target, drafter), q in queues.items() if target == member.index}
+                if (behind := hops.get((member.index, member.stage))) is not None:
+                    onwards = dict.fromkeys(range(self.drafters), behind)
+                if (before := hops.get((member.index, member.stage - 1))) is not None:
+                    upstream = thread_link.QueueReceiver(local[member.stage - 1], depth, {member.index: before})
+                link, comm = thread_link.QueueSender(local[member.stage], depth, onwards, failed), SoloComm()
             else:
                 by_target = {target: q for (target, drafter), q in queues.items() if drafter == member.index}
-                link, comm = thread_link.QueueReceiver(local_shape, depth, by_target), ThreadComm(self._meeting, member.index)
-            self.contexts.append(
-                WorkerContext(member.role, member.index, member.device, link, comm, schedule, self.layout, self.status, was_restarted())
-            )
+                link, comm = thread_link.QueueReceiver(local[-1], depth, by_target), ThreadComm(self._meeting, member.index)
+            place = member.role, member.index, member.device
+            context = WorkerContext(*place, link, comm, schedule, self.layout, self.status, was_restarted(), member.stage, upstream)
+            self.contexts.append(context)
 
     def run(self, make_target: MakeTarget, make_drafter: MakeDrafter | None) -> None:
         assert make_drafter is not None, "only ranks of several processes serve without a drafter"
         workers = self._build(make_target, make_drafter)
         threads = [
-            threading.Thread(target=self._work, args=(context, worker), name=f"{context.role}{context.index}")
+            threading.Thread(target=self._work, args=(context, worker), name=context.name)
             for context, worker in zip(self.contexts, workers, strict=True)
         ]
         for thread in threads:
@@ -136,7 +149,7 @@ class ThreadsJob(Job):
             raise
         if self._first_failure is not None:
             context, error = self._first_failure
-            error.add_note(f"raised by {context.role} {context.index} on {context.device}")
+            error.add_note(f"raised by {context.name} on {context.device}")
             raise error
 
     def _build(self, make_target: MakeTarget, make_drafter: MakeDrafter) -> list[Worker]:
@@ -165,16 +178,25 @@ class ThreadsJob(Job):
         self._meeting.abort()
 
 
-def _device_names(chosen: TopologyConfig):
+def _device_names(config: Config):
     """The devices' names by role. Raises: UserError where they are not named, or do not fit the counts."""
+    chosen, stages = config.topology, config.target.stages
     names = {TARGET: chosen.target_devices or [], DRAFTER: chosen.drafter_devices or []}
-    counts = {TARGET: chosen.targets, DRAFTER: chosen.drafters}
+    counts = {TARGET: chosen.targets and chosen.targets * stages, DRAFTER: chosen.drafters}
     if not torch.cuda.is_available() or any(counts.values()):
-        default = "cuda:0" if torch.cuda.is_available() else "cpu"
-        names = {role: names[role] or [default] * (counts[role] or 1) for role in names}
+        default, fewest = "cuda:0" if torch.cuda.is_available() else "cpu", {TARGET: stages, DRAFTER: 1}
+        names = {role: names[role] or [default] * (counts[role] or fewest[role]) for role in names}
     elif not all(names.values()):
         raise UserError("topology.mode=threads needs topology.target_devices=[cuda:0,...] and topology.drafter_devices=[cuda:1,...]")
     for role, count in counts.items():
         if count not in (None, len(names[role])):
-            raise UserError(f"topology.{role}s={count} but topology.{role}_devices names {len(names[role])}: make them equal or drop one")
+            raise UserError(
+                f"topology.{role}s={getattr(chosen, f'{role}s')} take {count} devices but topology.{role}_devices names "
+                f"{len(names[role])}: make them equal or drop one"
+            )
+    if len(names[TARGET]) % stages:
+        raise UserError(
+            f"topology.target_devices names {len(names[TARGET])} devices, which is no multiple of target.stages={stages}: each stage of a "
+            "target has its own (it may be named twice)"
+        )
     return names

@@ -1,5 +1,6 @@
 """Which workers there are, which of them exchange packets, and which target computes which packet."""
 
+import itertools
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +14,10 @@ TARGET, DRAFTER = "target", "drafter"
 
 @dataclass(frozen=True)
 class Member:
-    """One worker. `index` counts its role over all exchange groups, `index_in_group` in its own; `rank` is the process's (0 in threads)."""
+    """One worker. `index` counts its role over all exchange groups, `index_in_group` in its own; `rank` is the process's (0 in threads).
+
+    The stages of a target share these two numbers; `stage` of `stages` is its place in the chain.
+    """
 
     role: str
     index: int
@@ -22,24 +26,41 @@ class Member:
     rank: int
     host: str
     device: torch.device
+    stage: int = 0
+    stages: int = 1
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return f"{self.role} {self.index}" + (f" stage {self.stage} of {self.stages}" if self.stages > 1 else "")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """All members by role and index; an exchange group is a set of members that exchange packets."""
+    """All members by role and index; an exchange group is a set of members that exchange packets.
+
+    Where a target is a chain of stages, `targets` are the last ones, which offer the packets, and `earlier` the others.
+    """
 
     targets: tuple[Member, ...]
     drafters: tuple[Member, ...]
+    earlier: tuple[Member, ...] = ()
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """The targets, then the drafters."""
-        return (*self.targets, *self.drafters)
+        """The targets, each chain's stages in order, then the drafters."""
+        serving = sorted((*self.earlier, *self.targets), key=lambda m: (m.index, m.stage))
+        return (*serving, *self.drafters)
+
+    @property
+    def stages(self) -> int:
+        """Stages of every target."""
+        return self.targets[0].stages
 
     @cached_property
     def _by_group(self) -> dict[tuple[str, int], list[Member]]:
         found = defaultdict(list)
-        for member in self.members:
+        for member in (*self.targets, *self.drafters):
             found[member.role, member.group].append(member)
         return found
 
@@ -62,6 +83,11 @@ class Layout:
             found += [(targets[index], drafter) for index in sorted(serving)]
         return found
 
+    def hops(self) -> list[tuple[Member, Member]]:
+        """(stage, next stage) of all chains, in an order that all ranks share."""
+        serving = [m for m in self.members if m.role == TARGET]
+        return [(one, other) for one, other in itertools.pairwise(serving) if one.index == other.index]
+
     def describe(self) -> str:
         """One line a member: its role, rank, host and device."""
-        return "\n".join(f"  {m.role} {m.index}: rank {m.rank} on {m.host}, {m.device}" for m in self.members)
+        return "\n".join(f"  {m.name}: rank {m.rank} on {m.host}, {m.device}" for m in self.members)

@@ -66,6 +66,14 @@ class HostMessage:
             row.documents,
         )
         self.header[: len(values)] = values
+        self._seal(busy_us, blocked_us)
+
+    def pass_on(self, other: "HostMessage", busy_us: int, blocked_us: int) -> None:
+        """Fill the message with another stage's, and add for how long this one computed and was kept waiting."""
+        self.buffer.copy_(other.buffer)
+        self._seal(other.get("busy_us") + busy_us, other.get("blocked_us") + blocked_us)
+
+    def _seal(self, busy_us: int, blocked_us: int) -> None:
         self.set("busy_us", busy_us)
         self.set("blocked_us", blocked_us)
         self.set("checksum", self._checksum())

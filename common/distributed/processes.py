@@ -6,7 +6,7 @@ The only reader of RANK and WORLD_SIZE beside `jobs.join`.
 import contextlib
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -17,7 +17,7 @@ from common.config import Config
 from common.data.schedule import Schedule
 from common.distributed.comms import GroupComm, SoloComm, StagedComm
 from common.distributed.context import WorkerContext
-from common.distributed.groups import TIMEOUT, Group, make_drafters_group, make_pairs
+from common.distributed.groups import TIMEOUT, Group, make_drafters_group, make_hops, make_pairs
 from common.distributed.job import Job, MakeDrafter, MakeTarget, T, was_restarted
 from common.distributed.layout import DRAFTER, TARGET
 from common.distributed.packet import PacketShape
@@ -79,9 +79,9 @@ class ProcessesJob(Job):
                 keys = ", ".join(f"{k}: {a!r} against {b!r}" for k, (a, b) in differences(*trees).items())
                 raise UserError(f"rank 0 and rank {rank} differ in {keys}: start all ranks with the same config, data, target and release")
 
-    def connect(self, shape: PacketShape, schedule: Schedule) -> None:
-        """Make the groups that this rank belongs to, the drafters' before the pairs, and the context."""
-        member, depth, local_shape = self.member, self.config.link.depth, shape.on(self.member.device)
+    def connect(self, shapes: Sequence[PacketShape], schedule: Schedule) -> None:
+        """Make the groups that this rank belongs to (the drafters', the pairs, the hops of a chain), and the context."""
+        member, depth = self.member, self.config.link.depth
         store = dist.PrefixStore("groups", self.store)
         device = member.device if member.device.type == "cuda" and not self.staged else None
         comm = SoloComm()
@@ -90,10 +90,18 @@ class ProcessesJob(Job):
             comm = (StagedComm if self.staged else GroupComm)(drafters)
             self._groups = [drafters]
         pairs = make_pairs(store, self.layout, member, device)
-        self._groups += pairs.values()
-        link = (P2PSender if member.role == TARGET else P2PReceiver)(local_shape, depth, pairs, self.staged)
+        before, behind = make_hops(store, self.layout, member, device)
+        self._groups += [*pairs.values(), *(hop for hop in (before, behind) if hop is not None)]
+        local = [shape.on(member.device) for shape in shapes]
+        if member.role == DRAFTER:
+            link = P2PReceiver(local[-1], depth, pairs, self.staged)
+        else:
+            onwards = pairs if behind is None else dict.fromkeys(range(self.drafters), behind)
+            link = P2PSender(local[member.stage], depth, onwards, self.staged)
+        upstream = None if before is None else P2PReceiver(local[member.stage - 1], depth, {member.index: before}, self.staged)
         restarted = was_restarted() or self.attempt > 1
-        self.contexts = [WorkerContext(member.role, member.index, member.device, link, comm, schedule, self.layout, self.status, restarted)]
+        place = member.role, member.index, member.device
+        self.contexts = [WorkerContext(*place, link, comm, schedule, self.layout, self.status, restarted, member.stage, upstream)]
 
     def run(self, make_target: MakeTarget, make_drafter: MakeDrafter | None) -> None:
         (context,) = self.contexts

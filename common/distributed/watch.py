@@ -79,7 +79,7 @@ class Watch:
         self, store: dist.Store, status: StatusStore, layout: Layout, member: Member, timeout_s: float, stop: StopRequest | None = None
     ):
         self._store, self._status, self._member, self._timeout_s, self._stop = store, status, member, timeout_s, stop
-        self._names = {m.rank: f"{m.role} {m.index} (rank {m.rank} on {m.host})" for m in layout.members}
+        self._names = {m.rank: f"{m.name} (rank {m.rank} on {m.host})" for m in layout.members}
         self._interval_s = min(timeout_s / 10, max(0.5, len(self._names) / 32))
         self._clock = AwakeClock(AWAKE_INTERVALS * self._interval_s, time.monotonic())
         self._seen: dict[int, _Seen] = {}  # by rank, of those that have not left

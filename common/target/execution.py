@@ -91,6 +91,20 @@ def exact_ways(
     return found, [] if found[0].execution == PACKED else refused
 
 
+def common_way(ways: Sequence[Sequence[Sequence[str]]]) -> Way:
+    """The fastest way that is exact in all stages of a chain, from each one's `exact_ways`, which may have travelled as JSON.
+
+    Raises: UserError where they have none in common.
+    """
+    first, *others = ({Way(*way): None for way in stage} for stage in ways)
+    found = next((way for way in first if all(way in other for other in others)), None)
+    if found is None:
+        raise UserError(
+            "target.execution: the stages of a target cannot all run their documents in one such way; use target.execution=auto"
+        )
+    return found
+
+
 def _flaw(way: Way, row: Row, truth: Tensor, features: Callable[[Row, Way], Tensor], kinds: set[str], hidden_size: int) -> str | None:
     """Why this way must not be taken, if so."""
     if way.execution == PACKED and (unknown := sorted(kind for kind in kinds - KNOWN_KINDS if "attention" in kind)):

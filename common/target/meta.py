@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 
-from common.target.adapters import auto_class, decoder_layers, decoder_of, set_layers
+from common.target.adapters import auto_class, decoder_layers, decoder_of
 
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -29,27 +30,39 @@ class TargetSize:
     held: int
     active: int
 
+    def __add__(self, other: "TargetSize") -> "TargetSize":
+        return TargetSize(self.held + other.held, self.active + other.active)
 
-def target_size(folder: Path, layers: int | None, trust_remote_code: bool = False) -> TargetSize:
-    """The size of a target that stops after its first `layers` layers (None: all of them), with its embedding and without its head.
+
+def part_sizes(folder: Path, trust_remote_code: bool = False) -> tuple[TargetSize, list[TargetSize]]:
+    """What lies in a target's decoder beside its layers (the embedding, mostly), and each of its layers, in order.
 
     Raises: UnknownSize for a family that cannot be built on the meta device, or whose experts' use its config does not tell.
     """
     try:
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
         with torch.device("meta"):
-            model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
-        decoder = decoder_of(model)
-        set_layers(decoder, decoder_layers(decoder)[:layers])
+            decoder = decoder_of(auto_class(config).from_config(config, trust_remote_code=trust_remote_code))
     except Exception as error:  # the code of any family runs here
         raise UnknownSize(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}") from error
+    layers = [_layer_size(layer, config) for layer in decoder_layers(decoder)]
     held = sum(p.numel() for p in decoder.parameters())
-    layers_kept = decoder_layers(decoder)
-    active = sum(p.numel() for p in layers_kept.parameters())
-    experts = sum(p.numel() for name, p in layers_kept.named_parameters() if "experts" in name.split("."))
-    if experts:
-        active -= round(experts * (1 - _used_share(config)))
-    return TargetSize(held, active)
+    return TargetSize(held - sum(layer.held for layer in layers), 0), layers
+
+
+def target_size(folder: Path, layers: int | None, trust_remote_code: bool = False) -> TargetSize:
+    """The size of a target that stops after its first `layers` layers (None: all of them), with its embedding and without its head.
+
+    Raises: UnknownSize, as `part_sizes` does.
+    """
+    rest, sizes = part_sizes(folder, trust_remote_code)
+    return sum(sizes[:layers], rest)
+
+
+def _layer_size(layer: nn.Module, config: PreTrainedConfig) -> TargetSize:
+    held = sum(p.numel() for p in layer.parameters())
+    experts = sum(p.numel() for name, p in layer.named_parameters() if "experts" in name.split("."))
+    return TargetSize(held, held - round(experts * (1 - _used_share(config))) if experts else held)
 
 
 def _used_share(config: PreTrainedConfig) -> float:

@@ -29,7 +29,18 @@ SAFETENSORS_NAMES = {
     torch.int64: "I64",
     torch.uint8: "U8",
 }
-STEERING = ("optim.steps", "optim.epochs", "optim.max_skipped", "topology.", "link.", "checkpoint.", "validation.", "log.")
+STEERING = (
+    "target.stages",
+    "target.balance",
+    "optim.steps",
+    "optim.epochs",
+    "optim.max_skipped",
+    "topology.",
+    "link.",
+    "checkpoint.",
+    "validation.",
+    "log.",
+)
 """Keys that steer the run but not what a step learns; those ending in a dot stand for their whole section."""
 
 

@@ -9,11 +9,12 @@ import numpy as np
 import torch
 
 from common.data.rows import Row
+from common.distributed.roles import nearest_drafters
 from common.drafter.backbone import Drafter
 from common.drafter.spec import FULL, DrafterSpec
 from common.families.registry import FAMILIES
 from common.objective.head import CHUNK_LOGITS
-from common.target.meta import TargetSize, target_size
+from common.target.meta import TargetSize, part_sizes
 from common.training.plan import RunPlan
 
 PEAK_FLOP_PER_S = {
@@ -46,10 +47,13 @@ def drafter_parameters(spec: DrafterSpec) -> int:
     return sum(p.numel() for p in on_meta(spec).parameters())
 
 
-def running_target(plan: RunPlan) -> TargetSize:
-    """The size of the target's part that runs: up to the last tap, or all of it. Raises: UnknownSize."""
-    layers = None if plan.final_hidden else max(plan.drafter.taps) + 1
-    return target_size(plan.folder, layers, plan.config.target.trust_remote_code)
+def stage_sizes(plan: RunPlan) -> list[TargetSize]:
+    """The sizes of the parts of the target that run, up to the last tap or all of it: one for each stage. Raises: UnknownSize."""
+    rest, layers = part_sizes(plan.folder, plan.config.target.trust_remote_code)
+    if len(plan.stages) == 1:
+        return [sum(layers if plan.final_hidden else layers[: max(plan.drafter.taps) + 1], rest)]
+    sizes = [sum(layers[stage.layers.start : stage.layers.stop], TargetSize(0, 0)) for stage in plan.stages if stage.layers is not None]
+    return [rest + sizes[0], *sizes[1:]]
 
 
 @dataclass(frozen=True)
@@ -111,21 +115,23 @@ def drafter_bytes(plan: RunPlan) -> float:
     return state + shared + _buffer_bytes(plan) + kept * itemsize + head
 
 
-def target_bytes(plan: RunPlan, size: TargetSize) -> float:
-    """Estimated memory of a target: its weights up to the last tap, buffers, and the widest activations of a layer."""
+def target_bytes(plan: RunPlan, sizes: list[TargetSize]) -> list[float]:
+    """Estimated memory of each stage of a target: its weights up to the last tap, buffers, and the widest activations of a layer."""
     itemsize, spec = plan.shape.dtype.itemsize, plan.target
     widest = 4 * plan.shape.row_tokens * max(spec.intermediate_size, 2 * spec.hidden_size)
-    return (size.held + widest) * itemsize + _buffer_bytes(plan)
+    buffers = [plan.config.link.depth * shape.buffer_bytes for shape in plan.stage_shapes]
+    received = [0, *buffers[:-1]]
+    return [(size.held + widest) * itemsize + out + into for size, out, into in zip(sizes, buffers, received, strict=True)]
 
 
 def _buffer_bytes(plan: RunPlan) -> int:
     return plan.config.link.depth * plan.shape.buffer_bytes
 
 
-def suggested_split(plan: RunPlan, size: TargetSize, ranks: int) -> tuple[int, int]:
+def suggested_split(plan: RunPlan, sizes: list[TargetSize], ranks: int) -> tuple[int, int]:
     """(targets, drafters) of an exchange group by the arithmetic that each role has to do for a full row; attention is left out."""
-    flop, T = DrafterFlop.of(plan.drafter, plan.final_hidden), plan.shape.row_tokens
+    flop, T, stages = DrafterFlop.of(plan.drafter, plan.final_hidden), plan.shape.row_tokens, len(plan.stages)
     drafter = flop.per_token * T + flop.per_block * plan.anchors
-    target = 2 * size.active * T
-    drafters = min(ranks - 1, max(1, round(ranks * drafter / (drafter + target))))
-    return ranks - drafters, drafters
+    target = 2 * sum(size.active for size in sizes) * T
+    drafters = nearest_drafters(ranks, stages, ranks * drafter / (drafter + target))
+    return (ranks - drafters) // stages, drafters

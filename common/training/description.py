@@ -26,15 +26,26 @@ def describe(plan: RunPlan, layout: Layout) -> str:
 
 
 def _costs(plan: RunPlan, layout: Layout) -> list[str]:
+    lines = [_stages(plan)] if len(plan.stages) > 1 else []
     drafter = f"drafter {costs.drafter_bytes(plan) / GIB:.2f} GiB"
     try:
-        size = costs.running_target(plan)
+        sizes = costs.stage_sizes(plan)
     except UnknownSize as error:
-        return [f"memory   {drafter} (estimate per device); the target's is not known before it is loaded ({error})"]
-    target = f"target {costs.target_bytes(plan, size) / GIB:.2f} GiB for {size.held / 1e6:,.1f} M parameters up to its last tap"
-    lines = [f"memory   {target}; {drafter} (estimate per device)"]
+        return [*lines, f"memory   {drafter} (estimate per device); the target's is not known before it is loaded ({error})"]
+    target, held = (" + ".join(f"{n / GIB:.2f}" for n in costs.target_bytes(plan, sizes)), sum(size.held for size in sizes))
+    lines.append(f"memory   target {target} GiB for {held / 1e6:,.1f} M parameters up to its last tap; {drafter} (estimate per device)")
     targets, drafters = (len(layout.exchange_group(role, 0)) for role in (TARGET, DRAFTER))
-    if targets + drafters > 2:
-        suggested = "{} targets + {} drafters".format(*costs.suggested_split(plan, size, targets + drafters))
-        lines.append(f"split    {targets} targets + {drafters} drafters a group; by the arithmetic of both roles {suggested} would be even")
+    ranks = targets * len(plan.stages) + drafters
+    if ranks > len(plan.stages) + 1:
+        suggested = "{} targets + {} drafters".format(*costs.suggested_split(plan, sizes, ranks))
+        each = f" of {len(plan.stages)} stages" if len(plan.stages) > 1 else ""
+        lines.append(
+            f"split    {targets} targets{each} + {drafters} drafters a group; by the arithmetic of both roles {suggested} would be even"
+        )
     return lines
+
+
+def _stages(plan: RunPlan) -> str:
+    """Which layers each stage of a target runs, and why these."""
+    ranges = ", ".join(f"{stage.layers.start}-{stage.layers.stop - 1}" for stage in plan.stages if stage.layers is not None)
+    return f"stages   layers {ranges}: even in {plan.stages_even_in}"

@@ -1,6 +1,6 @@
 """What every rank derives from the config before it starts: specs, stores, the schedule, the packets' shape."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from common.families.registry import resolve_spec
 from common.objective.blocks import default_anchors
 from common.objective.losses import LOSSES
 from common.target.files import TargetSpec, read_spec, resolve
+from common.target.stages import Stage, cut, layer_costs, make_stages
 from common.training.optim import check_warmup
 
 
@@ -38,6 +39,9 @@ class RunPlan:
     schedule: Schedule
     shape: PacketShape
     anchors: int
+    stages: tuple[Stage, ...]
+    stages_even_in: str
+    """In words, what the stages of a target were made even in."""
 
     def load_row(self, assignment: Assignment) -> tuple[int, int, Row]:
         """(epoch, row index, Row) of an assignment."""
@@ -45,6 +49,11 @@ class RunPlan:
         loader = self.rows if assignment.kind == TRAIN else self.heldout
         assert loader is not None, "only a run with held-out rows schedules validations"
         return epoch, index, loader.row(epoch, index)
+
+    @property
+    def stage_shapes(self) -> list[PacketShape]:
+        """What each stage of a target gives out; the last one's is the packets'."""
+        return [replace(self.shape, width=stage.hidden_states * self.target.hidden_size) for stage in self.stages]
 
     @property
     def run_folder(self) -> Path:
@@ -99,10 +108,21 @@ def make_plan(config: Config, job: Job) -> RunPlan:
         config.validation.every,
     )
     check_warmup(config.optim, schedule.steps)
-    width = (len(drafter.taps) + needs_final_hidden(config)) * target.hidden_size
+    stages, even_in = _cut_target(config, folder, target, drafter)
+    width = stages[-1].hidden_states * target.hidden_size
     shape = PacketShape(config.data.pack_tokens, width, getattr(torch, config.target.dtype))
     anchors = config.objective.anchors or default_anchors(config.data.pack_tokens, drafter.block_size)
-    return RunPlan(config, folder, target, drafter, rows, heldout, schedule, shape, anchors)
+    return RunPlan(config, folder, target, drafter, rows, heldout, schedule, shape, anchors, stages, even_in)
+
+
+def _cut_target(config: Config, folder: Path, target: TargetSpec, drafter: DrafterSpec) -> tuple[tuple[Stage, ...], str]:
+    """The target's stages, and what they were made even in. Raises: UserError where it has fewer layers."""
+    chosen, final_hidden = config.target, needs_final_hidden(config)
+    layers = target.layers if final_hidden else max(drafter.taps) + 1
+    if chosen.stages == 1:
+        return make_stages(drafter.taps, final_hidden, [layers]), "nothing"
+    costs, even_in = layer_costs(folder, layers, chosen.balance, chosen.trust_remote_code)
+    return make_stages(drafter.taps, final_hidden, cut(costs, chosen.stages)), even_in
 
 
 def _heldout_path(config: Config, store: TokenStore) -> str | None:

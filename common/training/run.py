@@ -114,7 +114,8 @@ class Run:
         the shares of the workers' time are of all time, with validations and checkpoints.
         """
         training_s, all_s = self.clock.lap()
-        drafters, targets = self.context.comm.size, len(self.context.layout.targets)
+        layout, drafters = self.context.layout, self.context.comm.size
+        targets = len(layout.targets) * layout.stages
         pairs: Metrics = {
             "tokens_seen": (self._tokens_since, 1 / drafters),
             "tokens_per_s": (self._tokens, training_s / drafters),
