@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import transformers
 
-from common.cli import add_trust, check_output, json_object, positive, run_script, whole, writing
+from common.cli import add_device, add_trust, check_output, json_object, positive, run_script, whole, writing
 from common.data.prompts import read_questions
 from common.decoding.speculate import Way
 from common.evaluation.asking import Asking
@@ -34,7 +34,7 @@ def main(argv: list[str]) -> None:
     asked = Questioned.open(arguments.target, arguments.chat_template_kwargs, arguments.trust_remote_code)
     longest = asked.spec.max_position_embeddings - arguments.max_new_tokens
     questions = read_questions(arguments.prompts, asked.chat, arguments.limit, longest)
-    subject = Subject.load(asked, arguments.drafter, arguments.dtype, arguments.device)
+    subject = Subject.load(asked, arguments.drafter, arguments.dtype, arguments.device, arguments.stages)
     asking = Asking(asked, arguments.temperature, arguments.max_new_tokens)
     (ways, lead), compare = ways_of(arguments, subject), not arguments.no_compare
     if arguments.decode:
@@ -121,6 +121,7 @@ def describe(arguments: argparse.Namespace, subject: Subject) -> dict[str, Any]:
         "chat_template_digest": digest(chat.template),
         "chat_template_kwargs": chat.template_kwargs,
         "dtype": str(subject.target.model.dtype).removeprefix("torch."),
+        "stages": arguments.stages,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device} ({platform.machine()})",
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__},
     }
@@ -149,7 +150,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=positive, default=256)
     parser.add_argument("--chat-template-kwargs", type=json_object, default={}, help="JSON, e.g. '{\"enable_thinking\": false}'")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: that of the features the drafter trained on")
-    parser.add_argument("--device", help="default: cuda if there is one")
+    add_device(parser)
     add_trust(parser)
     parser.add_argument("--no-compare", action="store_true", help="skip plain decoding")
     parser.add_argument("--json", help="file for the report")

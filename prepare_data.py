@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.cli import add_trust, check_output, json_object, positive, run_script, writing
+from common.cli import add_device, add_trust, check_output, json_object, positive, run_script, writing
 from common.errors import UserError
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def add_writing(commands: Commands, name: str, run: Callable[[argparse.Namespace
     command.add_argument("--server", metavar="URL", help="write through vLLM, SGLang or llama.cpp, e.g. http://host:8000/v1")
     command.add_argument("--concurrency", type=positive, default=64, help="conversations at a time with --server")
     command.add_argument("--batch-size", type=positive, default=256, help="conversations at a time without; more is faster while they fit")
-    command.add_argument("--device", help="without --server; default: cuda if there is one")
+    add_device(command)
     add_trust(command)
     command.set_defaults(run=run)
     return command

@@ -52,7 +52,7 @@ def real(asked: argparse.Namespace, device: torch.device, dtype: torch.dtype) ->
     folder = resolve(asked.target)
     spec, drafter = read_spec(folder), load_drafter(asked.drafter, dtype, device)
     drafter.spec.validate(spec)
-    target = load_target(folder, drafter.spec.taps, dtype, device)
+    target = load_target(spec, drafter.spec.taps, dtype, device)
     chat = Chat(load_tokenizer(folder))
     prompts = [question.prompt(chat) for question in read_questions([asked.prompts], chat, asked.limit, spec.max_position_embeddings)]
     return Subject(target, drafter, target.vocabulary(spec), prompts, spec.eos_token_ids)

@@ -36,6 +36,12 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that ships with the target; read it before")
 
 
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Give a command the flags that say where its target runs."""
+    parser.add_argument("--device", help="where the target runs in this process; default: cuda if there is one")
+    parser.add_argument("--stages", type=positive, default=1, help="devices that its layers are spread over, from --device on (1)")
+
+
 @contextmanager
 def writing(flag: str, path: str | Path, advice: str = "make room there, or name another one") -> Generator[None, None, None]:
     """Turn what the disk raises while `path` is written into a UserError that names it."""

@@ -59,6 +59,14 @@ def evaluate(tiny_target, drafter_folder, prompts_file, tmp_path, capsys):
     return run
 
 
+def test_a_target_spread_over_devices_decodes_the_same(evaluate):
+    """Else the tau of a 70B target, which no one device holds, is another model's."""
+    (one, _), (spread, _) = (evaluate("--max-new-tokens", 24, "--tree-budget", "8", "--stages", stages) for stages in (1, 3))
+    assert spread["stages"] == 3 and spread["sample"]["equal_to_replay"] == one["sample"]["equal_to_replay"] == spread["prompts"]
+    for key in ("per_prompt", "tau", "tau_by_tree_budget", "accepted_histogram"):
+        assert spread[key] == one[key]
+
+
 HOW = {
     "chain": ["--decode"],
     "tree": ["--decode", "--mode", "tree", "--tree-budget", "3,8"],

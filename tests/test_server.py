@@ -44,7 +44,7 @@ class ModelServer:
     def __init__(self, target, kind="ids"):
         self.kind = kind
         tokenizer = load_tokenizer(target)
-        self.backend, self.lock = LocalBackend.load(target, tokenizer, 256, 1, "cpu"), threading.Lock()
+        self.backend, self.lock = LocalBackend.load(read_spec(target), tokenizer, 1, "cpu"), threading.Lock()
         self.fault, self.tries, self.retried = lambda prompt, tries: None, Counter(), {}
         ours = self
 

@@ -10,6 +10,10 @@ from ranks import Job
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3MoeConfig
 
 import train_drafter
+from common.config import Config
+from common.distributed.roles import Announcement, make_layout, split
+from common.errors import UserError
+from common.target.stages import cut
 
 SMALL = dict(
     vocab_size=272, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
@@ -41,14 +45,14 @@ def build(family, folder):
 
 @pytest.fixture
 def preset(tiny_target, tiny_store, tiny_heldout, tmp_path):
-    """A YAML preset of a six-step run whose packets are tapped in every part of the target; returns its path."""
+    """A YAML preset of a three-step run whose packets are tapped in every part of the target; returns its path."""
     tree = {
         "target": {"path": str(tiny_target), "dtype": "float32"},
         "drafter": {"layers": 2, "taps": [0, 2], "block_size": 4, "dtype": "float32"},
         "data": {"path": str(tiny_store), "pack_tokens": 128},
-        "optim": {"lr": 1e-3, "steps": 6},
-        "checkpoint": {"every": 6},
-        "validation": {"path": str(tiny_heldout), "every": 6, "rows": 2},
+        "optim": {"lr": 1e-3, "steps": 3},
+        "checkpoint": {"every": 3},
+        "validation": {"path": str(tiny_heldout), "every": 3, "rows": 2},
         "log": {"every": 1, "tensorboard": False},
         "topology": {"timeout_s": 60},
     }
@@ -87,7 +91,67 @@ def test_a_chain_gives_what_one_device_gives_for_every_kind_of_layer(preset, tmp
 def test_a_chain_gives_what_one_device_gives_in_every_mode(preset, tmp_path):
     """Else the losses of a 70B target say nothing about the quickstart that the recipe was tried on."""
     whole = run(preset, tmp_path / "solo")
-    assert len(whole) == 6 * 3 + 1
+    assert len(whole) == 3 * 3 + 1
     threads = "topology.mode=threads", "target.stages=3", "topology.targets=2", "topology.drafters=1"
     assert run(preset, tmp_path / "threads", *threads) == whole
     assert processes(preset, 4, tmp_path / "processes", "target.stages=3") == whole
+
+
+def layout_of(hosts, stages, drafters=1, split=False):
+    """The layout of a job with so many ranks on each host; in a split launch the last host has the drafters."""
+    config = Config()
+    config.target.stages, config.topology.drafters = stages, drafters
+    announced = [
+        Announcement("target" if split and host < len(hosts) - 1 else "drafter", str(host), host, rank)
+        for host, ranks in enumerate(hosts)
+        for rank in range(ranks)
+    ]
+    return make_layout(announced, config, 0)
+
+
+def test_a_chain_stays_on_one_node_where_it_can(tmp_path):
+    """Each hop that leaves a node costs network that nobody asked for; a chain longer than a node must still work."""
+    chains = {}
+    for member in layout_of([3, 3, 1], stages=2, split=True).members[:-1]:
+        chains.setdefault(member.index, []).append((member.stage, member.host))
+    assert chains == {0: [(0, "0"), (1, "0")], 1: [(0, "1"), (1, "1")], 2: [(0, "0"), (1, "1")]}
+    long = layout_of([2, 2, 1], stages=4, split=True)
+    assert [m.name for m in long.members] == [f"target 0 stage {i} of 4" for i in range(4)] + ["drafter 0"]
+    assert [(one.host, other.host) for one, other in long.hops()] == [("0", "0"), ("0", "1"), ("1", "1")]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stages", "targets", "drafters"), [(8, 2, 3, 2), (8, 3, 2, 2), (8, 4, 1, 4), (8, 7, 1, 1), (3, 2, 1, 1), (16, 4, 3, 4)]
+)
+def test_default_split_leaves_whole_targets(ranks, stages, targets, drafters):
+    assert split(ranks, None, None, stages) == (targets, drafters)
+
+
+@pytest.mark.parametrize(
+    ("attempt", "words"),
+    [
+        (
+            lambda: split(8, None, 1, 2),
+            r"topology\.targets=3 of target\.stages=2 ranks each .* 8 ranks.*topology\.targets=3 topology\.drafters=2",
+        ),
+        (lambda: split(4, None, None, 4), r"start 5 ranks, or let a chain span nodes"),
+        (lambda: layout_of([3, 1], stages=2, split=True), r"3 ranks serve, which is no multiple of target\.stages=2: .* with 2 ranks"),
+        (lambda: cut([1, 1, 1], 4), r"target\.stages=4, but the target runs 3 layers .*target\.stages=3 or less"),
+    ],
+)
+def test_what_does_not_add_up_is_refused_in_words(attempt, words):
+    """Else a rank that has no place waits for ever, or a stage without a layer fails with a stack."""
+    with pytest.raises(UserError, match=words):
+        attempt()
+
+
+@pytest.mark.parametrize(("costs", "sizes"), [([1] * 7, [3, 2, 2]), ([9, 1, 1, 1, 1], [1, 2, 2]), ([1, 2, 3, 4, 5, 6], [3, 2, 1])])
+def test_layers_are_cut_where_stages_cost_alike(costs, sizes):
+    """A chain is as fast as its slowest stage, and fits if its largest does."""
+    assert sorted(cut(costs, 3)) == sorted(sizes)
+    assert max(sum(part) for part in _parts(costs, cut(costs, 3))) == max(sum(part) for part in _parts(costs, sizes))
+
+
+def _parts(costs, sizes):
+    costs = iter(costs)
+    return [[next(costs) for _ in range(size)] for size in sizes]

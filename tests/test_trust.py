@@ -80,5 +80,5 @@ def test_where_it_is_asked_for_it_runs(target, tiny_conversations, tmp_path, nam
 def test_decoding_and_chat_are_reached(target, tmp_path):
     assert read_spec(target, True).layers == 4
     assert type(load_tokenizer(target, True)).__name__ == "Tokenizer"
-    assert type(load_target(target, [1], torch.float32, torch.device("cpu"), True).model).__name__ == "Model"
+    assert type(load_target(read_spec(target, True), [1], torch.float32, torch.device("cpu")).model).__name__ == "Model"
     assert open_job(target, tmp_path / "o.jsonl", trust_remote_code=True).backend.model

@@ -7,7 +7,7 @@ from common.generation.generate import Job
 
 FLAGS = dict(
     answers="sampled", temperature=1.0, top_p=0.95, max_tokens=12, keep=("cut", "loop"), chat_template_kwargs={}, seed=3, server=None,
-    concurrency=4, batch_size=4, device="cpu",
+    concurrency=4, batch_size=4, device="cpu", stages=1,
 )  # fmt: skip
 QUESTIONS = [["count 1", "and on"], ["count 20"], ["what", "why", "how"], ["go"], ["7"], ["count 3", "again"]]
 

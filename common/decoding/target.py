@@ -5,7 +5,6 @@ Legend: B texts of a batch, R rows of a verification, S cached positions, F feat
 
 import inspect
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -16,7 +15,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from common.errors import UserError
 from common.target.files import TargetSpec
-from common.target.loading import load_causal_lm
+from common.target.spread import load_spread
 from common.target.vocabulary import Vocabulary, check_vocabulary, vocabulary_of
 
 
@@ -80,7 +79,7 @@ class DecodingTarget:
 
     def _taken(self) -> Tensor:
         """What the taps gave in the last forward, in their order: [B, R, F]."""
-        return torch.cat([self.features[i] for i in sorted(self.features)], dim=-1)
+        return torch.cat([self.features[i].to(self.device) for i in sorted(self.features)], dim=-1)
 
     def _tree_masks(self, parents: Sequence[int], start: int) -> Tensor | dict[str, Tensor]:
         """Additive masks [1, 1, R, S + R] by layer type; families with one type take the mask itself."""
@@ -93,11 +92,9 @@ class DecodingTarget:
         return masks if len(masks) > 1 else masks.popitem()[1]
 
 
-def load_target(
-    folder: str | Path, taps: Sequence[int], dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False
-) -> DecodingTarget:
-    """A folder's causal LM, ready to verify. Raises: UserError if it does not load or cannot verify."""
-    return DecodingTarget(load_causal_lm(folder, dtype, device, "--target", trust_remote_code), taps)
+def load_target(spec: TargetSpec, taps: Sequence[int], dtype: torch.dtype, device: torch.device, stages: int = 1) -> DecodingTarget:
+    """A target's causal LM, ready to verify, on so many devices. Raises: UserError if it does not load or cannot verify."""
+    return DecodingTarget(load_spread(spec, dtype, device, stages, "--target"), taps)
 
 
 def cache_windows(model: PreTrainedModel) -> dict[str, int | None]:

@@ -38,7 +38,7 @@ class Questioned:
 
 @dataclass(frozen=True)
 class Subject:
-    """A target and a drafter on one device."""
+    """A target, and a drafter on its first device."""
 
     asked: Questioned
     target: DecodingTarget
@@ -46,12 +46,15 @@ class Subject:
     vocabulary: Vocabulary
 
     @classmethod
-    def load(cls, asked: Questioned, drafter_folder: str, dtype: str | None, device: str | None) -> "Subject":
-        """`dtype` None is that of the features the drafter was trained on. Raises: UserError if the two do not belong together."""
+    def load(cls, asked: Questioned, drafter_folder: str, dtype: str | None, device: str | None, stages: int) -> "Subject":
+        """`dtype` None is that of the features the drafter was trained on; the target lies on `stages` devices.
+
+        Raises: UserError if the two do not belong together.
+        """
         where, kind = open_device(device), getattr(torch, dtype or read_feature_dtype(drafter_folder))
         drafter = load_drafter(drafter_folder, kind, where)
         drafter.spec.validate(asked.spec)
-        target = load_target(asked.spec.folder, drafter.spec.taps, kind, where, asked.spec.trust_remote_code)
+        target = load_target(asked.spec, drafter.spec.taps, kind, where, stages)
         return cls(asked, target, drafter, target.vocabulary(asked.spec))
 
     def block_size(self, chosen: int | None) -> int:

@@ -9,7 +9,6 @@ Legend: B dialogues of a batch, P tokens of the longest prompt, N tokens written
 import itertools
 from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,7 +18,8 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from common.cli import open_device
 from common.data.conversations import Rejected
 from common.errors import UserError
-from common.target.loading import load_causal_lm
+from common.target.files import TargetSpec
+from common.target.spread import load_spread
 
 
 @dataclass(frozen=True)
@@ -95,18 +95,12 @@ class LocalBackend:
 
     @classmethod
     def load(
-        cls,
-        folder: str | Path,
-        tokenizer: PreTrainedTokenizerFast,
-        pad_id: int,
-        batch_size: int,
-        device: str | None = None,
-        trust_remote_code: bool = False,
+        cls, spec: TargetSpec, tokenizer: PreTrainedTokenizerFast, batch_size: int, device: str | None = None, stages: int = 1
     ) -> "LocalBackend":
-        """With the model of a folder. Raises: UserError if it does not load, or if the device is not there."""
+        """With a target's model, on so many devices. Raises: UserError if it does not load, or if a device is not there."""
         where = open_device(device)
         dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
-        return cls(load_causal_lm(folder, dtype, where, "--target", trust_remote_code), tokenizer, pad_id, batch_size)
+        return cls(load_spread(spec, dtype, where, stages, "--target"), tokenizer, spec.eos_token_ids[0], batch_size)
 
     def run(self, jobs: Iterable[Job], done: Collection[str]) -> Iterator[list[Outcome]]:
         """Yield the outcomes of a batch at a time; jobs whose id is in `done` only fill up their batch."""

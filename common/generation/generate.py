@@ -53,6 +53,7 @@ class Job:
         concurrency: int,
         batch_size: int,
         device: str | None,
+        stages: int,
         max_user_tokens: int | None = None,
         system: str | None = None,
         turns: int = 1,
@@ -86,7 +87,7 @@ class Job:
             if server:
                 backend = ServerBackend(server, chat.tokenizer, concurrency)
             else:
-                backend = LocalBackend.load(folder, chat.tokenizer, spec.eos_token_ids[0], batch_size, device, trust_remote_code)
+                backend = LocalBackend.load(spec, chat.tokenizer, batch_size, device, stages)
         except BaseException:
             opened.close()
             raise
