@@ -62,13 +62,13 @@ class TargetConfig:
 @dataclass
 class DrafterConfig:
     family: str = "dflash"
-    """Kind of drafter, see common/families: `dflash`, or `dflash2` (convolutions and a candidate selector)."""
+    """Kind of drafter, see common/families: `dflash`, `dflash2` (convolutions and a candidate selector) or `dspark` (a Markov head)."""
     layers: Annotated[int, Bounds(least=1, most=1000)] = 5
     """Transformer layers of the drafter."""
     taps: Literal["auto"] | list[int] = "auto"
     """Target layers whose outputs are the features (`auto`: as many as drafter layers, spread over the depth), or their indices."""
     block_size: Annotated[int, Bounds(least=2, most=1024)] = 16
-    """Slots of a block: the known token and block_size - 1 proposals."""
+    """Slots of a block: the known token and block_size - 1 proposals; of `dspark` block_size proposals, the first at the known token."""
     mask_token: str | int = "auto"
     """Id (or text) of the token that fills the unknown slots; `auto` takes the family's or an unused row of the embedding."""
     intermediate_size: Size | None = None
@@ -113,6 +113,8 @@ class DataConfig:
 class ObjectiveConfig:
     loss: Literal["ce", "kl", "tv", "lk"] = "ce"
     """`ce` on the data's tokens; `kl`, `tv` or `lk` distil the target's own distribution (needs its final hidden state)."""
+    teacher: bool = True
+    """Keep what a family's own loss compares with the target's distribution (needs its final hidden state); false trains without."""
     weights: Literal["decay", "dpace"] = "decay"
     """`decay`: exp(-(k-1)/gamma) for slot k; `dpace`: by the drafter's own confidence in the prefix (arXiv 2605.18810)."""
     gamma: Annotated[float, Bounds(above=0)] | None = None

@@ -45,8 +45,8 @@ class Pair:
 
     def packet(self, row):
         """A row with its features as the target captures them for training."""
-        spec = self.learner.plan.drafter
-        target = Target(load_target(self.folder, torch.device("cpu"), torch.float32), spec.taps)
+        plan = self.learner.plan
+        target = Target(load_target(self.folder, torch.device("cpu"), torch.float32), plan.drafter.taps, final_hidden=plan.final_hidden)
         features = torch.zeros(len(row.tokens), target.width)
         target.capture(row, features)
         return SimpleNamespace(row=row, features=features)
@@ -197,7 +197,7 @@ def check_export(pair, scratch):
     learner, plan = pair.learner, pair.learner.plan
     folder = learner.family.export(scratch / "export", learner.master_tensors(), plan.drafter, plan.target, "float32", "float32")
     row = pair.rows[0]
-    trained, features = pair.trained_hidden(row), pair.packet(row).features
+    trained, features = pair.trained_hidden(row), pair.packet(row).features[:, : len(plan.drafter.taps) * plan.target.hidden_size]
     for anchor, expected in list(zip(candidates(row).tolist(), trained, strict=True))[::5]:
         first = int(row.document_start[anchor])
         mask_token = read_json(folder / "config.json")["dflash_config"]["mask_token_id"]

@@ -7,11 +7,12 @@ Source: DFlash, arXiv 2602.06036, code z-lab/dflash.
 import functools
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from common.config import ObjectiveConfig
 from common.drafter.backbone import Drafter
-from common.families.family import Drafted, DrafterFamily, Proposer
+from common.families.family import Conditionals, Drafted, DrafterFamily, Proposer
 from common.objective.acceptance import Children
 from common.objective.block_loss import Result, base_loss
 from common.objective.blocks import Blocks
@@ -31,6 +32,10 @@ class IndependentSlots(Proposer):
     def children(self, drafted: Drafted, width: int) -> list[Children]:
         logprobs_AJk, tokens_AJk = (x.cpu().numpy() for x in best_tokens(drafted.hidden_AJD, self.vocabulary, width))
         return [self._children_of(tokens_Jk, logprobs_Jk) for tokens_Jk, logprobs_Jk in zip(tokens_AJk, logprobs_AJk, strict=True)]
+
+    def conditionals(self, drafted: Drafted) -> Conditionals:
+        logits_AJV = self.vocabulary.logits(drafted.hidden_AJD).to(torch.promote_types(drafted.hidden_AJD.dtype, torch.float32))
+        return lambda slot, before_A: logits_AJV[:, slot]
 
     @staticmethod
     def _children_of(tokens_Jk: np.ndarray, logprobs_Jk: np.ndarray) -> Children:

@@ -7,7 +7,7 @@ Legend: A anchors, J predicted slots, D hidden, T tokens of a row, F width of th
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,10 @@ class Drafted:
     before_A: Tensor
 
 
+Conditionals = Callable[[int, Tensor], Tensor]
+"""(a predicted slot, the tokens before it, int64 [A]) -> the slot's logits [A, V], -inf for tokens that are never proposed."""
+
+
 class Proposer(ABC):
     """Chooses a block's tokens from the hidden states of its slots. Chains, trees and the replay of held-out conversations all go
     through it, so that what is measured while training is what will be served.
@@ -61,6 +65,10 @@ class Proposer(ABC):
         What it gives for the best token of each slot, from the anchor on, must be the chain.
         """
 
+    @abstractmethod
+    def conditionals(self, drafted: Drafted) -> Conditionals:
+        """What the tokens of a block are sampled from, slot after slot; the most probable ones are the chain. Not for whole packets."""
+
 
 class DrafterFamily(ABC):
     """One kind of drafter: plain DFlash in everything that it does not override.
@@ -74,6 +82,8 @@ class DrafterFamily(ABC):
     options: type | None = None
     sample_from_anchor: bool = False
     """Whether a block's first slot, which holds the anchor's token, predicts the token after it."""
+    teaches: bool = False
+    """Whether its loss compares with the target's own distribution where `objective.teacher` allows it."""
 
     def modules(self, spec: DrafterSpec, **kind: Any) -> dict[str, nn.Module]:
         """Modules beside the backbone's, by the name under which their tensors are trained and exported; `kind` is dtype and device."""
@@ -92,6 +102,12 @@ class DrafterFamily(ABC):
 
     def validate(self, spec: DrafterSpec) -> None:  # noqa: B027  (most families have nothing to refuse)
         """Refuse settings of this family that do not fit the drafter. Raises: UserError."""
+
+    def check_target(self, target: TargetSpec) -> None:  # noqa: B027
+        """Refuse targets that engines cannot serve with this family. Raises: UserError."""
+
+    def check_objective(self, config: ObjectiveConfig) -> None:  # noqa: B027
+        """Refuse an objective that this family does not train by. Raises: UserError."""
 
     def first_values(self, name: str, value: Tensor, spec: DrafterSpec, generator: torch.Generator) -> None:
         """Fill `value`, on the CPU, with what the parameter `name` of a drafter from scratch starts with.
@@ -152,12 +168,16 @@ class DrafterFamily(ABC):
         parts = split(spec, self.build(spec, torch.bfloat16, "meta").state_dict())
         return {name: tuple(tensor.shape) for name, tensor in parts.items()}
 
+    def read_config(self, folder: str | Path) -> dict[str, Any]:
+        """config.json of an exported drafter of this family, as `export_config` writes it. Raises: UserError if there is none."""
+        return read_json(Path(folder) / "config.json")
+
     def read_spec(self, folder: str | Path) -> DrafterSpec:
         """The DrafterSpec of an exported drafter of this family. Settings that it does not record have their defaults.
 
         Raises: UserError if config.json lacks a field, or if the drafter has a vocabulary of its own.
         """
-        config = read_json(Path(folder) / "config.json")
+        config = self.read_config(folder)
         try:
             options = None if self.options is None else self.options(**self.read_options(config))
         except KeyError as missing:
@@ -181,7 +201,7 @@ class DrafterFamily(ABC):
 
         Raises: UserError only if the folder is no drafter at all.
         """
-        config, spec = read_json(Path(folder) / "config.json"), self.read_spec(folder)
+        config, spec = self.read_config(folder), self.read_spec(folder)
         names, tensors = exported_tensors(folder)
         errors = shape_errors(self.exported_shapes(spec), {name: tensors.shape(name) for name in names.values()})
         return Report(errors + config_errors(config, spec, target, self.architecture), engine_notes(config, spec, target))
@@ -196,3 +216,16 @@ class DrafterFamily(ABC):
         """
         config, parts = self.export_config(spec, target, dtype, feature_dtype), split(spec, tensors)
         return write_exported(folder, config, parts, getattr(torch, dtype), lambda written: self.check(written, target).errors)
+
+
+def check_plain_logits(family: str, target: TargetSpec) -> None:
+    """Refuse targets whose logits are scaled or capped: engines compute this family's scores from the plain product with the head.
+
+    Raises: UserError.
+    """
+    rules = target.vocabulary
+    if rules.logit_scale != 1.0 or rules.logit_softcap is not None:
+        raise UserError(
+            f"drafter.family={family}: the target's logits are scaled by {rules.logit_scale} and capped at {rules.logit_softcap}, which "
+            "engines leave out of this family's scores; use drafter.family=dflash"
+        )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from common.families.dflash import IndependentSlots
-from common.families.family import Drafted, Proposer
+from common.families.family import Conditionals, Drafted, Proposer
 from common.objective.acceptance import Children, Siblings
 from common.target.vocabulary import Vocabulary
 
@@ -55,6 +55,17 @@ class LatticeProposer(Proposer):
     @torch.no_grad()
     def chain(self, drafted: Drafted) -> Tensor:
         return self.lattice(drafted).walk()
+
+    def conditionals(self, drafted: Drafted) -> Conditionals:
+        lattice, vocabulary_size = self.lattice(drafted), self.vocabulary.head.shape[0]
+
+        def logits(slot: int, before_A: Tensor) -> Tensor:
+            tokens_Ak = lattice.tokens_AJk[:, slot]
+            chosen_A = (lattice.tokens_AJk[:, slot - 1] == before_A[:, None]).int().argmax(-1) if slot else torch.zeros_like(before_A)
+            nowhere_AV = lattice.scores_AJpk.new_full((len(before_A), vocabulary_size), -torch.inf)
+            return nowhere_AV.scatter(1, tokens_Ak, lattice.given(slot, chosen_A))
+
+        return logits
 
     @torch.no_grad()
     def children(self, drafted: Drafted, width: int) -> list[Children]:

@@ -13,10 +13,11 @@ from common.drafter.spec import DrafterSpec
 from common.errors import UserError
 from common.families.dflash import DFlash
 from common.families.dflash2 import DFlash2
+from common.families.dspark import DSpark
 from common.families.family import DrafterFamily
 from common.target.files import TargetSpec, read_json
 
-FAMILIES: dict[str, DrafterFamily] = {family.name: family for family in (DFlash(), DFlash2())}
+FAMILIES: dict[str, DrafterFamily] = {family.name: family for family in (DFlash(), DFlash2(), DSpark())}
 
 FROM_SCRATCH = ("random", "target_layers")
 """Values of `drafter.init` that are no folder of an exported drafter."""
@@ -55,6 +56,7 @@ def resolve_spec(config: DrafterConfig, target: TargetSpec, folder: str | Path, 
     else:
         spec = _continued(config, target, folder, used_ids)
     FAMILIES[config.family].validate(spec)
+    FAMILIES[config.family].check_target(target)
     return spec
 
 
@@ -67,7 +69,7 @@ def _continued(config: DrafterConfig, target: TargetSpec, folder: str | Path, us
     asked |= {"taps": None if config.taps == "auto" else tuple(config.taps)}
     asked |= {"layer_types": config.layer_types and tuple(config.layer_types)}
     if family.name == config.family:
-        recorded = family.read_options(read_json(Path(config.init) / "config.json"))
+        recorded = family.read_options(family.read_config(config.init))
         found, asked = found | recorded, asked | {name: getattr(config.options, name) for name in recorded}
     for name, value in asked.items():
         if value is not None and value != found[name]:

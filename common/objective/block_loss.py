@@ -11,7 +11,7 @@ from torch import Tensor
 from common.config import ObjectiveConfig
 from common.objective.blocks import Blocks
 from common.objective.head import LogitBias, SlotTerms, Teacher, slot_terms
-from common.objective.losses import LOSSES, confidence_weights
+from common.objective.losses import LOSSES, weigh
 from common.target.vocabulary import Vocabulary
 
 Metrics = dict[str, tuple[Tensor, Tensor]]
@@ -58,7 +58,7 @@ def slot_losses(
 ) -> tuple[Tensor, SlotTerms]:
     """Each slot's loss by the target's head [A, J], not yet weighted, and all that the head gave, `candidates` of each slot included."""
     loss, labels_AJ = LOSSES[config.loss], blocks.labels_AJ
-    teacher = _teacher(final_hidden_TD, blocks, labels_AJ) if loss.distils else None
+    teacher = teacher_of(final_hidden_TD, blocks) if loss.distils else None
     terms = slot_terms(hidden_AJD, vocabulary, labels_AJ, loss, config.head, teacher, bias, chunk_anchors, candidates)
     return loss.combine(terms.terms, blocks.valid_AJ), terms
 
@@ -77,7 +77,7 @@ def weighted(value_AJ: Tensor, nll_AJ: Tensor, hit_AJ: Tensor, blocks: Blocks, c
 
 def slot_weights(nll_AJ: Tensor, blocks: Blocks, config: ObjectiveConfig) -> Tensor:
     """How much each slot counts, 0 where it has no label: [A, J], without gradient."""
-    return blocks.weights_AJ if config.weights == "decay" else confidence_weights(nll_AJ, blocks.valid_AJ, config.alpha)
+    return weigh(nll_AJ, blocks.valid_AJ, blocks.weights_AJ, config)
 
 
 def acceptance_metrics(correct_AJ: Tensor, blocks: Blocks) -> Metrics:
@@ -94,8 +94,8 @@ def acceptance_metrics(correct_AJ: Tensor, blocks: Blocks) -> Metrics:
     }
 
 
-def _teacher(final_hidden_TD: Tensor | None, blocks: Blocks, labels_AJ: Tensor) -> Teacher:
+def teacher_of(final_hidden_TD: Tensor | None, blocks: Blocks) -> Teacher:
     """The target's own distribution over each label lies at the token before it."""
     assert final_hidden_TD is not None, "packets carry final hidden states where the loss distils"
-    slots = torch.arange(labels_AJ.shape[1], device=labels_AJ.device)
+    slots = torch.arange(blocks.labels_AJ.shape[1], device=blocks.labels_AJ.device)
     return Teacher(final_hidden_TD, (blocks.anchor_A[:, None] + slots).clamp(max=len(final_hidden_TD) - 1))

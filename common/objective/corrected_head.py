@@ -19,7 +19,7 @@ from common import compile_cache
 from common.config import ObjectiveConfig
 from common.objective.blocks import Blocks
 from common.objective.head import Teacher, slot_terms, spans
-from common.objective.losses import Loss, cross_entropy, slot_weights, total_variation
+from common.objective.losses import Loss, cross_entropy, total_variation, weigh
 from common.target.vocabulary import Vocabulary
 
 
@@ -79,11 +79,11 @@ def _by_autograd(
 ) -> Corrected:
     loss = NLL_ALONE if teacher is None else NLL_AND_VARIATION
     bias = lambda span: before_AJS[span].flatten(0, 1) @ table_VS.T  # noqa: E731
-    terms_CAJ, nll_AJ, hit_AJ = slot_terms(hidden_AJD, vocabulary, blocks.labels_AJ, loss, config.head, teacher, bias, chunk_anchors)
+    terms_CAJ, nll_AJ, hit_AJ, *_ = slot_terms(hidden_AJD, vocabulary, blocks.labels_AJ, loss, config.head, teacher, bias, chunk_anchors)
     value_AJ, variation_AJ = terms_CAJ[0], torch.zeros_like(nll_AJ)
     if teacher is not None:
         value_AJ, variation_AJ = mixture.nll * terms_CAJ[0] + mixture.variation * terms_CAJ[1], terms_CAJ[1].detach()
-    weights_AJ = slot_weights(nll_AJ, blocks.valid_AJ, blocks.weights_AJ, config)
+    weights_AJ = weigh(nll_AJ, blocks.valid_AJ, blocks.weights_AJ, config)
     return Corrected((weights_AJ * value_AJ).sum(), weights_AJ, nll_AJ, variation_AJ, hit_AJ)
 
 
@@ -123,7 +123,7 @@ class _CorrectedHead(torch.autograd.Function):
             values = compile_cache.handle("corrected_head", mixed_values, logits_RV.device, signature)
             *found_R, gradient_RV = values(logits_RV, labels_AJ.flatten(), teacher_RV, mixture)
             value, nll, variation, hit = (x.unflatten(0, labels_AJ.shape) for x in found_R)
-            weights = slot_weights(nll, blocks.valid_AJ[span], blocks.weights_AJ[span], config)
+            weights = weigh(nll, blocks.valid_AJ[span], blocks.weights_AJ[span], config)
             losses.append((weights * value).sum())
             parts.append((weights, nll, variation, hit))
             if kept_hidden is not None and kept_before is not None and kept_table is not None:

@@ -74,11 +74,11 @@ def slot_terms(
     Shapes: hidden_AJD [A, J, D], labels_AJ int64 [A, J]. Units: nats.
     """
     A, J = labels_AJ.shape
-    spans = _spans(A, J * vocabulary.head.shape[0], chunk_anchors)
+    chunks = spans(A, J * vocabulary.head.shape[0], chunk_anchors)
     if head == "fused" and bias is None:
-        return SlotTerms(*_FusedHead.apply(hidden_AJD, vocabulary, labels_AJ, loss, teacher, candidates, spans))
+        return SlotTerms(*_FusedHead.apply(hidden_AJD, vocabulary, labels_AJ, loss, teacher, candidates, chunks))
     parts = []
-    for span in spans:
+    for span in chunks:
         inputs = hidden_AJD[span], vocabulary, labels_AJ[span], loss, teacher, candidates, span, bias
         parts.append(checkpoint(_chunk, *inputs, use_reentrant=False, preserve_rng_state=False))
     return _joined(parts, A, J)
@@ -94,7 +94,7 @@ def best_tokens(hidden_AJD: Tensor, vocabulary: Vocabulary, width: int, chunk_an
     """Log-probabilities and ids of each predicted slot's best tokens: [A, J, width] each, best first."""
     A, J = hidden_AJD.shape[:2]
     parts = []
-    for span in _spans(A, J * vocabulary.head.shape[0], chunk_anchors):
+    for span in spans(A, J * vocabulary.head.shape[0], chunk_anchors):
         logits_RV = vocabulary.logits(hidden_AJD[span].flatten(0, 1)).to(_wide(hidden_AJD.dtype))
         parts.append(logits_RV.log_softmax(-1).topk(min(width, logits_RV.shape[1]), dim=-1))
     logprobs, tokens = (torch.cat(part).unflatten(0, (A, J)) for part in zip(*parts, strict=True))
@@ -105,8 +105,8 @@ def best_tokens(hidden_AJD: Tensor, vocabulary: Vocabulary, width: int, chunk_an
 def best_logits(hidden_AJD: Tensor, vocabulary: Vocabulary, count: int, chunk_anchors: int | None = None) -> tuple[Tensor, Tensor]:
     """Ids and capped logits of each predicted slot's best tokens, chosen as `slot_terms` chooses candidates: [A, J, count] each."""
     A, J = hidden_AJD.shape[:2]
-    spans = _spans(A, J * vocabulary.head.shape[0], chunk_anchors)
-    parts = [_candidates(hidden_AJD[span].flatten(0, 1) @ vocabulary.head.T, count, vocabulary.softcap) for span in spans]
+    chunks = spans(A, J * vocabulary.head.shape[0], chunk_anchors)
+    parts = [_candidates(hidden_AJD[span].flatten(0, 1) @ vocabulary.head.T, count, vocabulary.softcap) for span in chunks]
     tokens_AJk, logits_AJk = (torch.cat(part, dim=-1).T.unflatten(0, (A, J)) for part in zip(*parts, strict=True))
     return tokens_AJk, logits_AJk
 
@@ -117,7 +117,7 @@ def _candidates(logits_RV: Tensor, count: int, softcap: float | None) -> tuple[T
     return tokens_Rk.T, _cap(logits_Rk, softcap).T
 
 
-def _spans(anchors: int, logits_per_anchor: int, chunk_anchors: int | None) -> list[slice]:
+def spans(anchors: int, logits_per_anchor: int, chunk_anchors: int | None) -> list[slice]:
     """Slices of anchors, all but the last of equal length."""
     chunk_anchors = chunk_anchors or max(1, CHUNK_LOGITS // logits_per_anchor)
     return [slice(start, min(start + chunk_anchors, anchors)) for start in range(0, anchors, chunk_anchors)]
@@ -191,12 +191,12 @@ class _FusedHead(torch.autograd.Function):
         loss: Loss,
         teacher: Teacher | None,
         candidates: int,
-        spans: Sequence[slice],
+        chunks: Sequence[slice],
     ) -> tuple[Tensor, ...]:
         A, J, D = *labels_AJ.shape, hidden_AJD.shape[-1]
         kept_CAJD = hidden_AJD.new_empty(loss.count, A, J, D) if ctx.needs_input_grad[0] else ()
         parts = []
-        for span in spans:
+        for span in chunks:
             kept = [kept_AJD[span].flatten(0, 1) for kept_AJD in kept_CAJD]
             parts.append(_fused_chunk(hidden_AJD[span], vocabulary, labels_AJ[span], loss, teacher, candidates, span, kept))
         found = _joined(parts, A, J)

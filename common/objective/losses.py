@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from common.config import ObjectiveConfig
+
 LK_SHARPNESS = 3.0
 """How fast `lk` turns from KL to TV as acceptance grows."""
 
@@ -81,6 +83,11 @@ LOSSES = {
     "lk": Loss(2, kl_and_variation, by_acceptance),
 }
 """By the name that `objective.loss` takes."""
+
+
+def weigh(nll_AJ: Tensor, valid_AJ: Tensor, decay_AJ: Tensor, config: ObjectiveConfig) -> Tensor:
+    """The slots' weights as `objective.weights` says; `decay_AJ` are those of `decay`."""
+    return decay_AJ if config.weights == "decay" else confidence_weights(nll_AJ, valid_AJ, config.alpha)
 
 
 def confidence_weights(nll_AJ: Tensor, valid_AJ: Tensor, alpha: float) -> Tensor:

@@ -1,6 +1,7 @@
 """What a run says of itself before it starts: the numbers that the config, the data and the target lead to."""
 
 from common.distributed.layout import DRAFTER, TARGET, Layout
+from common.families.registry import FAMILIES
 from common.target.meta import UnknownSize
 from common.training import costs
 from common.training.plan import RunPlan
@@ -14,15 +15,22 @@ def describe(plan: RunPlan, layout: Layout) -> str:
     return "\n".join(
         [
             f"target   {plan.config.target.path}: {plan.target.layers} layers of {plan.target.hidden_size}, taps {list(spec.taps)}",
-            f"drafter  {spec.layers} layers, blocks of {spec.block_size}, {costs.drafter_parameters(spec) / 1e6:,.1f} M parameters, "
-            f"mask token {spec.mask_token_id}",
+            f"drafter  {spec.family}, {spec.layers} layers, blocks of {spec.block_size}, {costs.drafter_parameters(spec) / 1e6:,.1f} M "
+            f"parameters, mask token {spec.mask_token_id}",
             f"data     {len(plan.rows.store):,} documents in {len(packed):,} rows of {shape.row_tokens} ({packed.fill:.0%} filled), "
             f"{packed.truncated:,} truncated, {packed.dropped:,} dropped; {schedule.dropped_rows} rows at each epoch's end left out",
             f"steps    {schedule.steps:,} of {schedule.step_packets} packets, up to {plan.anchors} blocks each; "
             f"per epoch {schedule.steps_per_epoch:,}",
+            *_left_out(plan),
             *_costs(plan, layout),
         ]
     )
+
+
+def _left_out(plan: RunPlan) -> list[str]:
+    if not FAMILIES[plan.drafter.family].teaches or plan.config.objective.teacher:
+        return []
+    return [f"loss     of {plan.drafter.family} without the target's distribution (objective.teacher=false): its other terms alone"]
 
 
 def _costs(plan: RunPlan, layout: Layout) -> list[str]:

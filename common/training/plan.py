@@ -18,7 +18,7 @@ from common.distributed.job import Job
 from common.distributed.packet import PacketShape
 from common.drafter.spec import DrafterSpec
 from common.errors import UserError
-from common.families.registry import resolve_spec
+from common.families.registry import FAMILIES, resolve_spec
 from common.objective.blocks import default_anchors
 from common.objective.losses import LOSSES
 from common.target.files import TargetSpec, read_spec, resolve
@@ -82,7 +82,7 @@ class RunPlan:
 
 def needs_final_hidden(config: Config) -> bool:
     """Whether the loss compares with the target's own distribution."""
-    return LOSSES[config.objective.loss].distils
+    return LOSSES[config.objective.loss].distils or (config.objective.teacher and FAMILIES[config.drafter.family].teaches)
 
 
 def make_plan(config: Config, job: Job) -> RunPlan:
@@ -90,7 +90,11 @@ def make_plan(config: Config, job: Job) -> RunPlan:
     folder = job.first_per_host(lambda: resolve(config.target.path, config.target.revision))
     target = read_spec(folder, config.target.trust_remote_code)
     if needs_final_hidden(config) and config.drafter.zero_features:
-        raise UserError("drafter.zero_features=true is an ablation of objective.loss=ce; drop one of them")
+        raise UserError(
+            f"drafter.zero_features=true takes the target's hidden states away, but the loss (drafter.family={config.drafter.family}, "
+            f"objective.loss={config.objective.loss}) compares with them; write objective.loss=ce objective.teacher=false, or drop it"
+        )
+    FAMILIES[config.drafter.family].check_objective(config.objective)
     rows = _open_rows(config, config.data.path, folder, target)
     heldout = _open_heldout(config, rows.store, folder, target)
     if heldout:
