@@ -55,6 +55,9 @@ class LeftToRight(Proposer):
     def children(self, drafted, width):
         return [self.children_of(hidden_JD, width) for hidden_JD in drafted.hidden_AJD]
 
+    def conditionals(self, drafted):
+        return lambda slot, before_A: self.logits(drafted.hidden_AJD[:, slot], before_A)
+
     def children_of(self, hidden_JD, width):
         @torch.no_grad()
         def children(depth, parent):
