@@ -62,7 +62,8 @@ class TargetConfig:
 @dataclass
 class DrafterConfig:
     family: str = "dflash"
-    """Kind of drafter, see common/families: `dflash`, `dflash2` (convolutions and a candidate selector) or `dspark` (a Markov head)."""
+    """Kind of drafter, see common/families: `dflash`, `dflash2` (convolutions, a candidate selector), `dspark` (a Markov head) or
+    `lilicorr` (a transformer over a lattice of candidates)."""
     layers: Annotated[int, Bounds(least=1, most=1000)] = 5
     """Transformer layers of the drafter."""
     taps: Literal["auto"] | list[int] = "auto"

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from common.drafter.backbone import Around, Slots, Sublayer, every_row
 from common.drafter.spec import DrafterSpec
+from common.errors import UserError
 
 PLACES = ("attention_conv", "mlp_conv")
 """The convolutions of a layer, by their names in it."""
@@ -82,3 +83,14 @@ def start_as_identity(name: str, value: Tensor) -> bool:
     else:
         return False
     return True
+
+
+def check_convolutions(spec: DrafterSpec, taps: int, group: int) -> None:
+    """Refuse convolutions that do not fit the drafter. Raises: UserError."""
+    if spec.hidden_size % group:
+        raise UserError(
+            f"drafter.conv_group={group} does not divide the hidden size {spec.hidden_size}; use one of "
+            f"{[size for size in (8, 16, 32, 64) if spec.hidden_size % size == 0] or [1]}"
+        )
+    if taps > spec.block_size:
+        raise UserError(f"drafter.conv_taps={taps} reach beyond a block of {spec.block_size}; use at most that")

@@ -20,7 +20,7 @@ from common.config import Bounds, ObjectiveConfig
 from common.drafter.backbone import Drafter
 from common.drafter.spec import DrafterSpec
 from common.errors import UserError
-from common.families.convolution import layer_convolutions, start_as_identity
+from common.families.convolution import check_convolutions, layer_convolutions, start_as_identity
 from common.families.family import Drafted, DrafterFamily
 from common.families.lattice import Lattice, LatticeProposer
 from common.objective.block_loss import Result, acceptance_metrics, slot_losses, slot_weights, weighted
@@ -116,13 +116,7 @@ class DFlash2(DrafterFamily):
 
     def validate(self, spec: DrafterSpec) -> None:
         options = spec.options
-        if spec.hidden_size % options.conv_group:
-            raise UserError(
-                f"drafter.conv_group={options.conv_group} does not divide the hidden size {spec.hidden_size}; use one of "
-                f"{[size for size in (8, 16, 32, 64) if spec.hidden_size % size == 0] or [1]}"
-            )
-        if options.conv_taps > spec.block_size:
-            raise UserError(f"drafter.conv_taps={options.conv_taps} reach beyond a block of {spec.block_size}; use at most that")
+        check_convolutions(spec, options.conv_taps, options.conv_group)
         if options.selector_candidates > spec.vocab_size:
             raise UserError(
                 f"drafter.selector_candidates={options.selector_candidates} are more than the target's vocabulary of {spec.vocab_size}; "

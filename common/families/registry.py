@@ -15,9 +15,10 @@ from common.families.dflash import DFlash
 from common.families.dflash2 import DFlash2
 from common.families.dspark import DSpark
 from common.families.family import DrafterFamily
+from common.families.lilicorr import LiLiCorr
 from common.target.files import TargetSpec, read_json
 
-FAMILIES: dict[str, DrafterFamily] = {family.name: family for family in (DFlash(), DFlash2(), DSpark())}
+FAMILIES: dict[str, DrafterFamily] = {family.name: family for family in (DFlash(), DFlash2(), DSpark(), LiLiCorr())}
 
 FROM_SCRATCH = ("random", "target_layers")
 """Values of `drafter.init` that are no folder of an exported drafter."""
