@@ -38,7 +38,7 @@ def main(argv: list[str]) -> None:
     asking = Asking(asked, arguments.temperature, arguments.max_new_tokens)
     (ways, lead), compare = ways_of(arguments, subject), not arguments.no_compare
     if arguments.decode:
-        results = by_decoding(subject, asking, questions, ways, arguments.temperature, compare)
+        results = by_decoding(subject, asking, questions, ways, arguments.temperature, compare, arguments.drafts == "sampled")
     else:
         backend = LocalBackend(subject.target.model, asked.chat.tokenizer, asked.stop[0], arguments.batch_size)
         results = by_replay(subject, asking, questions, ways, lead, backend, arguments.verify, compare)
@@ -114,7 +114,7 @@ def describe(arguments: argparse.Namespace, subject: Subject) -> dict[str, Any]:
     """What was evaluated with what."""
     device, chat = subject.target.device, subject.asked.chat
     return {
-        **{key: getattr(arguments, key) for key in ("drafter", "target", "mode", "temperature", "max_new_tokens")},
+        **{key: getattr(arguments, key) for key in ("drafter", "target", "mode", "temperature", "drafts", "max_new_tokens")},
         "how": "decode" if arguments.decode else "replay",
         "prompts_files": arguments.prompts,
         "target_fingerprint": subject.asked.spec.fingerprint,
@@ -144,6 +144,13 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--temperature", type=temperature, default=0.0, help="0: greedy")
     parser.add_argument(
+        "--drafts",
+        choices=("greedy", "sampled"),
+        default="greedy",
+        help="at a temperature: the likeliest chain, kept while the target samples the same, or one sampled from the drafter and kept by "
+        "rejection sampling (engines: probabilistic drafting), whose answers have plain decoding's distribution but not its tokens",
+    )
+    parser.add_argument(
         "--block-size", type=positive, help="slots, at most those of the trained block, the default; a replay tells all up to it"
     )
     parser.add_argument("--limit", type=positive, help="number of questions of each set")
@@ -157,6 +164,9 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.replay and arguments.temperature:
         parser.error("--replay is for greedy answers; use --decode")
+    if arguments.drafts == "sampled" and (not arguments.temperature or arguments.mode == "tree"):
+        parser.error("--drafts sampled is for chains at a --temperature")
+    arguments.no_compare = arguments.no_compare or arguments.drafts == "sampled"
     arguments.decode = arguments.decode or arguments.temperature > 0
     if arguments.decode and arguments.tree_budget and arguments.mode == "chain":
         parser.error("--tree-budget is for --mode tree, or for a replay")

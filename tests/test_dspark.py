@@ -253,6 +253,6 @@ def test_without_the_targets_distribution_it_trains_and_says_so(tiny_preset, tmp
 def test_the_script_decodes_with_it_losslessly(run, tiny_target, tmp_path):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "count 3"}\n{"prompt": "count 12"}\n')
     given = ["--drafter", run / "export" / "latest", "--target", tiny_target, "--prompts", tmp_path / "prompts.jsonl", "--device", "cpu"]
-    evaluate_drafter.main([*map(str, given), "--max-new-tokens", "24", "--json", str(tmp_path / "report.json")])
+    evaluate_drafter.main([*map(str, given), "--decode", "--max-new-tokens", "24", "--json", str(tmp_path / "report.json")])
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["lossless"] == 2 and len(report["cumulative_acceptance"]) == 4

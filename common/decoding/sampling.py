@@ -13,7 +13,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from common.decoding.speculate import Answer, BlockDrafter, cut, stopwatch
+from common.decoding.speculate import Answer, BlockDrafter, Chooser, cut, stopwatch
 from common.decoding.target import DecodingTarget, keep_rows, new_cache
 from common.families.family import Conditionals
 
@@ -36,6 +36,7 @@ def accept(tokens: list[int], q_JV: Tensor, p_RV: Tensor, draw: torch.Generator)
     for slot, token in enumerate(tokens):
         if chance_J[slot] * q_JV[slot, token] >= p_RV[slot, token]:
             left_V = (p_RV[slot] - q_JV[slot]).clamp(min=0)
+            left_V = left_V if left_V.any() else p_RV[slot]  # p and q differ by roundings alone
             return [*kept, int(torch.multinomial(left_V, 1, generator=draw))]
         kept.append(token)
     return [*kept, int(torch.multinomial(p_RV[len(tokens)], 1, generator=draw))]
@@ -43,17 +44,14 @@ def accept(tokens: list[int], q_JV: Tensor, p_RV: Tensor, draw: torch.Generator)
 
 @torch.no_grad()
 def speculate_sampled(
-    target: DecodingTarget,
-    drafter: BlockDrafter,
-    prompt: list[int],
-    stop: Collection[int],
-    max_new_tokens: int,
-    temperature: float,
-    seed: int,
+    target: DecodingTarget, drafter: BlockDrafter, prompt: list[int], stop: Collection[int], max_new_tokens: int, choose: Chooser
 ) -> Answer:
-    """Answer a prompt (token ids) at a temperature above 0 by chains sampled from the drafter; equal for equal seeds on one device."""
+    """Answer a prompt (token ids) by chains sampled from the drafter, at the temperature above 0 and with the seed of `choose`.
+
+    The answer has the distribution of `decode`'s, not its tokens.
+    """
     answer, cache, lap = Answer(prompt), new_cache(), stopwatch(target.device)
-    draw = torch.Generator(target.device).manual_seed(seed)
+    temperature, draw = choose.temperature, torch.Generator(target.device).manual_seed(choose.seed)
     logits, features = target.forward(prompt, 0, cache, last_only=True)
     answer.tokens = torch.multinomial(_distribution(logits, temperature), 1, generator=draw)[0].tolist()
     drafter.begin()
@@ -61,19 +59,18 @@ def speculate_sampled(
     lap(answer.seconds, "prefill")
     while len(answer.tokens) < max_new_tokens and answer.tokens[-1] not in stop:
         start = len(prompt) + len(answer.tokens) - 1
-        conditionals = drafter.conditionals(answer.tokens[-1], start)
+        conditionals = drafter.proposer.conditionals(drafter.draft(answer.tokens[-1], start))
         tokens, q_JV = sample_chain(conditionals, answer.tokens[-1], len(drafter.slots), temperature, draw)
         lap(answer.seconds, "draft")
 
         logits, features = target.forward([answer.tokens[-1], *tokens], start, cache)
         found = accept(tokens, q_JV, _distribution(logits, temperature), draw)
-        path = list(range(len(found)))
-        keep_rows(cache, start, path)
+        keep_rows(cache, start, list(range(len(found))))
         emitted = cut(found, stop, max_new_tokens - len(answer.tokens))
         lap(answer.seconds, "verify")
 
-        drafter.extend(features[: len(path)], start)
-        answer.count(emitted, len(found), len(tokens))
+        drafter.extend(features[: len(found)], start)
+        answer.add(emitted, len(found))
         lap(answer.seconds, "draft")
     answer.seconds["total"] = sum(answer.seconds.values())
     return answer

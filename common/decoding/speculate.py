@@ -74,6 +74,13 @@ class Answer:
     seconds: Counter[str] = field(default_factory=Counter)
     """By part: prefill, draft, verify; total."""
 
+    def add(self, emitted: list[int], verified: int) -> None:
+        """Take in a verification that gave `verified` tokens, of which `emitted` belong to the answer."""
+        self.tokens += emitted
+        self.accepted.append(len(emitted) - 1)
+        self.matched.append(min(verified - 1, len(emitted)))
+        self.tried.append(min(verified, len(emitted)))
+
 
 def load_drafter(folder: str | Path, dtype: torch.dtype, device: torch.device) -> Drafter:
     """An exported drafter, ready to draft. Raises: UserError if the folder holds none."""
@@ -125,11 +132,15 @@ class BlockDrafter(DraftModel):
         self.before_1F = features_NF[-1:]
         self.drafter.extend(self.cache, features_NF, torch.arange(start, start + len(features_NF), device=features_NF.device))
 
-    def propose(self, token: int, position: int) -> Proposal:
+    def draft(self, token: int, position: int) -> Drafted:
+        """The block below a known token."""
         device = self.vocabulary.embedding.device
         ids = torch.tensor([token, *self.masks], device=device)
         hidden = self.drafter.draft(self.cache, self.vocabulary.embed(ids), torch.arange(position, position + len(ids), device=device))
-        drafted = Drafted(hidden[None, self.slots.start :], ids[:1], self.before_1F, ids.new_zeros(1))
+        return Drafted(hidden[None, self.slots.start :], ids[:1], self.before_1F, ids.new_zeros(1))
+
+    def propose(self, token: int, position: int) -> Proposal:
+        drafted = self.draft(token, position)
         if self.tree_budget is None:
             return Proposal(self.proposer.chain(drafted)[0].tolist(), list(range(len(self.slots))))
         (children,) = self.proposer.children(drafted, self.tree_budget)
@@ -160,7 +171,7 @@ def speculate(
     target: DecodingTarget, draft_model: DraftModel, prompt: list[int], stop: Collection[int], max_new_tokens: int, choose: Chooser
 ) -> Answer:
     """Answer a prompt (token ids) by speculative decoding; the tokens are those of `decode`."""
-    answer, cache, lap = Answer(prompt), new_cache(), _stopwatch(target.device)
+    answer, cache, lap = Answer(prompt), new_cache(), stopwatch(target.device)
     logits, features = target.forward(prompt, 0, cache, last_only=True)
     answer.tokens = choose(logits, [len(prompt)])
     draft_model.begin()
@@ -182,10 +193,7 @@ def speculate(
         lap(answer.seconds, "verify")
 
         draft_model.extend(features[: len(path)] if is_chain else features[path], start)
-        answer.tokens += emitted
-        answer.accepted.append(len(emitted) - 1)
-        answer.matched.append(min(len(path) - 1, len(emitted)))
-        answer.tried.append(min(len(path), len(emitted)))
+        answer.add(emitted, len(path))
         lap(answer.seconds, "draft")
     answer.seconds["total"] = sum(answer.seconds.values())
     return answer
@@ -194,7 +202,7 @@ def speculate(
 @torch.no_grad()
 def decode(target: DecodingTarget, prompt: list[int], stop: Collection[int], max_new_tokens: int, choose: Chooser) -> Answer:
     """Answer a prompt by plain decoding, one token per forward, with the family's own cache: the reference."""
-    answer, cache, lap = Answer(prompt), DynamicCache(config=target.model.config), _stopwatch(target.device)
+    answer, cache, lap = Answer(prompt), DynamicCache(config=target.model.config), stopwatch(target.device)
     rows, start = prompt, 0
     while len(answer.tokens) < max_new_tokens and not (answer.tokens and answer.tokens[-1] in stop):
         logits, _ = target.forward(rows, start, cache, last_only=True)
@@ -221,7 +229,7 @@ def first_difference(target: DecodingTarget, answer: Answer, reference: Answer, 
     return index, float((scores[answer.tokens[index]] - scores[reference.tokens[index]]).abs())
 
 
-def _stopwatch(device: torch.device) -> Callable[[Counter[str], str], None]:
+def stopwatch(device: torch.device) -> Callable[[Counter[str], str], None]:
     """A function that adds the seconds since its last call to a part's counter, the device's work included."""
     last = time.perf_counter()
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from common.data.prompts import Question
 from common.decoding.replay import Replayer
+from common.decoding.sampling import speculate_sampled
 from common.decoding.speculate import Answer, Chooser, Way, decode, first_difference, speculate
 from common.evaluation.asking import Asking, Method, Turn
 from common.evaluation.subject import Subject
@@ -79,20 +80,32 @@ def by_replay(
 
 
 def by_decoding(
-    subject: Subject, asking: Asking, questions: Sequence[Question], ways: list[Way], temperature: float, compare: bool
+    subject: Subject,
+    asking: Asking,
+    questions: Sequence[Question],
+    ways: list[Way],
+    temperature: float,
+    compare: bool,
+    sampled: bool = False,
 ) -> Results:
-    """Every question answered in every way, one token after the other, and by plain decoding for comparison; the last way leads."""
+    """Every question answered in every way, one token after the other, and by plain decoding for comparison; the last way leads.
+
+    `sampled` chains are drawn from the drafter and verified by rejection sampling.
+    """
     seconds: dict[str, float] = {}
-    methods = _methods(subject, ways, compare, asking.first(questions[0]), temperature)
+    methods = _methods(subject, ways, compare, asking.first(questions[0]), temperature, sampled)
     with _timed(seconds, "decode"):
         turns, runs = asking.decoded(questions, methods)
     plain = runs.pop() if compare else []
     return Results(turns, ways, runs, ways[-1], plain, seconds=seconds)
 
 
-def _methods(subject: Subject, ways: Sequence[Way], compare: bool, first: Request, temperature: float = 0.0) -> list[Method]:
+def _methods(
+    subject: Subject, ways: Sequence[Way], compare: bool, first: Request, temperature: float = 0.0, sampled: bool = False
+) -> list[Method]:
     """Each way of decoding, plain decoding last where it is compared with; `first` is answered untimed, so that kernels are loaded."""
-    decoders: list[Callable[..., Answer]] = [functools.partial(speculate, subject.target, subject.block_drafter(way)) for way in ways]
+    how = speculate_sampled if sampled else speculate
+    decoders: list[Callable[..., Answer]] = [functools.partial(how, subject.target, subject.block_drafter(way)) for way in ways]
     decoders += [functools.partial(decode, subject.target)] if compare else []
 
     def method(decoder: Callable[..., Answer]) -> Method:
