@@ -58,7 +58,7 @@ def metrics_and_replay(pair):
     parts = (learner._blocks(packet.row, *slots) for slots in every_anchor(packet.row, learner.plan.anchors))
     counted = sum(learner._result(packet.features, blocks).metrics["accepted"][0] for blocks in parts)
     accepted_N = learner.replay(packet).accepted_N
-    return counted.tolist(), [int((accepted_N > slot).sum()) for slot in range(BLOCK)]
+    return counted.tolist(), [int((accepted_N > slot).sum()) for slot in range(len(counted))]
 
 
 def test_the_training_curve_counts_what_decoding_accepts(pair, monkeypatch):

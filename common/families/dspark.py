@@ -115,7 +115,7 @@ class DSpark(DrafterFamily):
     """DFlash's backbone whose blocks begin to predict at the anchor, with a Markov head and a confidence head."""
 
     name, architecture, options = "dspark", "Qwen3DSparkModel", Options
-    sample_from_anchor, teaches = True, True
+    sample_from_anchor, teaches, method = True, True, "dspark"
 
     def modules(self, spec: DrafterSpec, **kind: Any) -> dict[str, nn.Module]:
         return {"markov_head": MarkovHead(spec, **kind), "confidence_head": ConfidenceHead(spec, **kind)}

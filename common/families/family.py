@@ -82,6 +82,8 @@ class DrafterFamily(ABC):
     options: type | None = None
     sample_from_anchor: bool = False
     """Whether a block's first slot, which holds the anchor's token, predicts the token after it."""
+    method: str = "dflash"
+    """How vLLM calls this way of speculative decoding."""
     teaches: bool = False
     """Whether its loss compares with the target's own distribution where `objective.teacher` allows it."""
 

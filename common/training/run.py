@@ -223,7 +223,8 @@ class Run:
     def _last_word(self) -> str:
         folder, target = self.directory.exports / "latest", self.plan.config.target.path
         prompts = "launch/quickstart/heldout.jsonl" if target == "launch/quickstart/target" else "PROMPTS.jsonl"
-        speculative = f'{{"method": "dflash", "model": "{folder}", "num_speculative_tokens": {self.plan.drafter.proposals}}}'
+        method, drafts = self.learner.family.method, self.plan.drafter.proposals
+        speculative = f'{{"method": "{method}", "model": "{folder}", "num_speculative_tokens": {drafts}}}'
         tau = "" if self.tau is None else f"held-out tau: {self.tau:.2f} tokens per verification\n"
         return (
             f"\n{tau}drafter     {folder}\n"
