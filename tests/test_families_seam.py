@@ -209,5 +209,5 @@ def test_what_contradicts_the_exported_drafter_is_refused(run, tiny_preset, tmp_
 def test_the_script_decodes_with_it_losslessly(run, tiny_target, tmp_path, mode):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "count 3"}\n{"prompt": "count 12"}\n')
     given = ["--drafter", run / "export" / "latest", "--target", tiny_target, "--prompts", tmp_path / "prompts.jsonl", "--device", "cpu"]
-    evaluate_drafter.main([*map(str, given), "--max-new-tokens", "24", "--json", str(tmp_path / "report.json"), *mode])
+    evaluate_drafter.main([*map(str, given), "--decode", "--max-new-tokens", "24", "--json", str(tmp_path / "report.json"), *mode])
     assert json.loads((tmp_path / "report.json").read_text())["lossless"] == 2

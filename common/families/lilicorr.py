@@ -315,7 +315,8 @@ class LiLiCorr(DrafterFamily):
         wrong = {EXPORTED[k]: v for k, v in found.items() if isinstance(v, bool) or not isinstance(v, (int, float)) or v <= 0}
         if wrong:
             raise UserError(f"config.json: dflash_config has {wrong}, which must be numbers above 0")
-        return found | {ours: inner.get(theirs, 0) for ours, theirs in CONVOLUTIONS.items()}
+        found |= {ours: inner[theirs] for ours, theirs in CONVOLUTIONS.items() if inner.get(theirs)}
+        return {"conv_taps": 0} | found
 
 
 def products(hidden_AJD: Tensor, head_VD: Tensor, tokens_AJk: Tensor) -> Tensor:
