@@ -163,6 +163,23 @@ def test_loss_and_every_gradient_agree_with_float64(teacher, weights):
             torch.testing.assert_close(got, 3 * gradient)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="compiles on CUDA alone")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_compiled_head_agrees_with_its_twin(dtype):
+    """The kernels that a GPU runs: loss and every gradient against autograd in float32."""
+    blocks, tolerance = small_blocks().to("cuda"), {torch.float32: 1e-4, torch.bfloat16: 3e-2}[dtype]
+    cuda = [draw(*shape, seed=i).to("cuda", dtype) for i, shape in enumerate(((10, K, D), (10, K, S), (V, S), (V, D), (16, D)))]
+    found = []
+    for kind, values in (("fused", cuda), ("checkpoint", [x.float() for x in cuda])):
+        *learnt, head, final = (x.detach().clone() for x in values)
+        inputs = [x.requires_grad_() for x in learnt]
+        config, source = ObjectiveConfig(head=kind), teacher_of(final, blocks)
+        result = corrected_loss(*inputs, Vocabulary(head, head, 1.0, None), blocks, MIXTURE, config, source)
+        found.append([result.loss_sum.detach(), *torch.autograd.grad(result.loss_sum, inputs)])
+    for got, expected in zip(*found, strict=True):
+        assert (got.float() - expected).norm() < tolerance * expected.norm()
+
+
 @pytest.mark.parametrize("teacher", [True, False])
 def test_the_confidence_head_learns_the_acceptance(teacher):
     """Its term is the cross entropy to 1 - TV (to the greedy hit without the target's distribution), weighted as the slots are, and its

@@ -18,6 +18,7 @@ from test_train_equals_serve import BLOCK, build_pair, check_export, check_repla
 import evaluate_drafter
 import train_drafter
 from benchmarks.drafter_step import TINY
+from common import compile_cache
 from common.config import ObjectiveConfig
 from common.drafter.spec import FULL
 from common.errors import UserError
@@ -195,6 +196,24 @@ def test_loss_and_every_gradient_agree_with_float64(teacher):
         for got, gradient in zip(torch.autograd.grad(result.loss_sum, inputs), gradients, strict=True):
             torch.testing.assert_close(got, gradient, rtol=1e-5, atol=1e-6)
     assert result.metrics["lattice_loss"][1] == learnt and ("lattice_penalty" in result.metrics) == teacher
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="compiles on CUDA alone")
+def test_the_compiled_lattice_agrees_with_the_eager_one():
+    """The kernels that a GPU runs: scores and every gradient of the head, whose eager form is compared with float64 above."""
+    head = LiLiCorr().build(SPEC, torch.float32, "cuda").lilicorr
+    for i, parameter in enumerate(head.parameters()):
+        parameter.data = 0.3 * draw(*parameter.shape, seed=i).to("cuda", torch.float32)
+    rows, hidden, context = (draw(*shape, seed=i).to("cuda", torch.float32) for i, shape in enumerate(((10, J, 4, D), (10, J, D), (10, D))))
+    logprobs = draw(10, J, V, seed=9).log_softmax(-1).topk(4).values.to("cuda", torch.float32)
+    inputs = rows, logprobs, hidden, context, torch.arange(10, device="cuda") > 1
+    compiled = compile_cache.handle("lattice", head.forward, "cuda", (rows.shape, rows.dtype), recompute=True)
+    found = []
+    for score in (compiled, head.forward):
+        scores = score(*inputs)
+        found.append([scores, *torch.autograd.grad(scores.square().sum(), list(head.parameters()))])
+    for got, expected in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item())
 
 
 # Files
