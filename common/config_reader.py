@@ -22,6 +22,7 @@ from typing import Any
 
 import yaml
 
+from common import yaml_text
 from common.config import BEFORE, Bounds, Config
 from common.errors import UserError
 
@@ -41,7 +42,7 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = (), families
     """
     path = Path(path or DEFAULT_PRESET)
     try:
-        tree = _parse(path.read_text()) or {}
+        tree = yaml_text.parse(path.read_text()) or {}
     except OSError as error:
         reason = "no such file" if isinstance(error, FileNotFoundError) else error.strerror
         raise UserError(f"--config {_plain(str(path))}: {reason}; presets are in {DEFAULT_PRESET.parent}") from None
@@ -212,19 +213,9 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         if not isinstance(tree, dict):
             raise UserError(f"override {_shown(override)}: {_plain(section)} is a value, not a section")
     try:
-        tree[leaf] = _parse(text)
+        tree[leaf] = yaml_text.parse(text)
     except ValueError:
         raise UserError(f"override {_shown(override)}: the value is not valid YAML; quote it, e.g. {_plain(key)}='\"text\"'") from None
-
-
-def _parse(text: str) -> Any:
-    """The value of a YAML text. Raises: ValueError whatever is wrong with it: PyYAML's own scalars raise by the dozen."""
-    try:
-        return yaml.safe_load(text)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, ArithmeticError) as error:
-        raise ValueError(str(error) or type(error).__name__) from None
 
 
 class _Short(reprlib.Repr):
