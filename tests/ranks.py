@@ -169,16 +169,6 @@ def run_ranks(worker: Callable[..., Any], ranks: int, *args: Any, timeout_s: flo
                 process.join()
 
 
-def run_script(*arguments: object, timeout_s: float = 120, **variables: Any) -> subprocess.CompletedProcess[str]:
-    """Run `python` in the repository's root to its end; returns a CompletedProcess with text output."""
-    process = start([sys.executable, *map(str, arguments)], **variables)
-    try:
-        out, err = process.communicate(timeout=timeout_s)
-    finally:
-        stop_job(process)
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
-
-
 def start(command: Sequence[str], output: int | IO[str] = subprocess.PIPE, **variables: Any) -> subprocess.Popen[str]:
     """Start a command in the repository's root, without GPUs and without the hub."""
     environment = {**os.environ, **WITHOUT_GPUS, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **variables}
