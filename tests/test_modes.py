@@ -102,7 +102,7 @@ def test_ddp_is_one_drafter_with_more_packets_a_step(preset, tmp_path):
 def test_threads_run_for_three_hundred_steps(preset, tmp_path):
     """Queues, buffers and barriers that leak or deadlock do so after a while, not in the first steps."""
     overrides = ["topology.mode=threads", "topology.targets=3", "topology.drafters=2", "optim.steps=300", "log.every=50"]
-    overrides += ["data.pack_tokens=128", "objective.anchors=8"]  # the queues count packets, however small
+    overrides += ["data.pack_tokens=64", "objective.anchors=2", "drafter.layers=1"]  # the queues count packets, however small
     assert len(solo(preset, tmp_path / "threads", *overrides, "validation.every=300", "checkpoint.every=300")) == 6 * 3 + 1
 
 
