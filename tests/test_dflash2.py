@@ -4,24 +4,29 @@ Lost otherwise: a drafter that trains for days and is served as another one, sin
 """
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from test_drafter import SHAPE, STARTS, A, K, inputs, run
 from test_objective import make_row
-from test_train_equals_serve import build_pair, check_export, check_replay, drafted_from
+from test_train_equals_serve import build_pair, check_export, check_replay, drafted_from, engine
 
 from common import config_reader
 from common.config import ObjectiveConfig
 from common.decoding.speculate import load_drafter
+from common.drafter.block_mask import MaskSpec, packet_mask
 from common.drafter.spec import FULL, SLIDING
+from common.errors import UserError
 from common.families.convolution import convolve
-from common.families.registry import FAMILIES, family_options, resolve_spec
+from common.families.registry import FAMILIES, check, family_options, resolve_spec
 from common.families.start import make_drafter
 from common.objective.blocks import build_blocks, candidates, every_anchor
-from common.target.files import read_spec
+from common.target.files import read_json, read_spec
 from common.target.vocabulary import Vocabulary
+from common.training.optim import Optimizer
 
 FAMILY = FAMILIES["dflash2"]
 OPTIONS = dict(conv_group=8, selector_rank=6, selector_candidates=5)
@@ -227,3 +232,135 @@ def test_training_measures_its_own_choices_and_never_the_labels(pair):
                 right_AJ = (proposer.chain(drafted) == blocks.labels_AJ) & blocks.valid_AJ
                 accepted = int(right_AJ.int().cumprod(1).sum()) + int(keep.sum())
                 assert [x.item() for x in metrics[name]] == [accepted, int(keep.sum())], (name, absent)
+
+
+def published(pair, folder, **changes):
+    """The trained drafter as another trainer publishes it: bfloat16, all layers sliding, none causal; `changes` to its config.json."""
+    learner, plan = pair.learner, pair.learner.plan
+    spec = dataclasses.replace(plan.drafter, layer_types=(SLIDING, SLIDING), window=9, sliding_causal=False)
+    FAMILY.export(folder, learner.master_tensors(), spec, plan.target, "float32", "float32")
+    config = read_json(folder / "config.json")
+    assert config["is_causal"] is False and config["dflash_config"]["selector_top_k"] == 5
+    for key in ("block_size", "num_target_layers"):  # what published configs leave out or keep elsewhere
+        config.pop(key)
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return folder
+
+
+def speculators(pair, folder):
+    """The same drafter in the speculators format: layers counted from the embedding, the target's own tensors beside the drafter's."""
+    config = read_json(published(pair, folder) / "config.json")
+    inner, weights = config.pop("dflash_config"), load_file(folder / "model.safetensors")
+    config.pop("is_causal")
+    form = {
+        "architectures": ["DFlash2DraftModel"],
+        "speculators_model_type": "dflash2",
+        "aux_hidden_state_layer_ids": [tap + 1 for tap in inner["target_layer_ids"]],
+        "sliding_window_non_causal": True,
+        "draft_vocab_size": config["vocab_size"],
+        "transformer_layer_config": {k: v for k, v in config.items() if k not in ("architectures", "dtype")},
+        **{
+            key: inner[key]
+            for key in ("mask_token_id", "block_size", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+        },
+    }
+    (folder / "config.json").write_text(json.dumps(form))
+    extra = {name: torch.zeros(272, 32) for name in ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight")}
+    save_file(weights | extra | {"verifier_norm.weight": torch.ones(32)}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("form", [published, speculators])
+@pytest.mark.filterwarnings("ignore:.*the target's own are used")
+def test_a_published_drafter_is_read_drafts_and_is_trained_further(pair, tiny_target, tmp_path, form):
+    """All layers sliding and not causal, taps and sizes where that trainer keeps them; the reference reads the same folder."""
+    folder = form(pair, tmp_path / "published")
+    report = check(folder, read_spec(tiny_target))
+    assert report.errors == [] and any("VLLM_USE_V2" in note for note in report.notes["vLLM"])
+    loaded, row = load_drafter(folder, torch.float32, torch.device("cpu")), pair.rows[0]
+    spec = loaded.spec
+    assert (spec.taps, spec.block_size, spec.sliding_causal, spec.options.selector_rank) == ((0, 2), 4, False, 6)
+    features, anchor = pair.packet(row).features, int(candidates(row)[6])
+    first = int(row.document_start[anchor])
+    cache = loaded.new_cache()
+    loaded.extend(cache, features[first:anchor], torch.arange(anchor - first))
+    block = pair.learner.vocabulary.embed(torch.tensor([int(row.tokens[anchor])] + [spec.mask_token_id] * (K - 1)))
+    drafted = loaded.draft(cache, block, torch.arange(anchor - first, anchor - first + K))
+    reference = published(pair, tmp_path / "reference")
+    torch.testing.assert_close(drafted, engine(reference, features[first:anchor], block), atol=1e-4, rtol=1e-4)
+
+    again = drafter(tiny_target, init=str(folder))
+    assert again.spec.target_layers == 4 and again.spec.layer_types == (SLIDING, SLIDING)
+    for name, tensor in loaded.named_parameters():
+        assert torch.equal(tensor, again.get_parameter(name)), name
+    starts = row.document_start
+    mask = packet_mask(MaskSpec(len(starts), 1, K), np.array([anchor], np.int32), np.array([first], np.int32), np.ones(1, bool), 9)
+    positions = torch.arange(anchor - first, anchor - first + K)[None]
+    trained = again(block[[0, -1]], positions, features, torch.from_numpy(row.positions()), mask)
+    torch.testing.assert_close(trained[0], drafted[1:], atol=1e-4, rtol=1e-4)
+    exported = FAMILY.export(tmp_path / "again", dict(again.named_parameters()), again.spec, read_spec(tiny_target), "float32", "float32")
+    assert check(exported, read_spec(tiny_target)).errors == [] and read_json(exported / "config.json")["is_causal"] is False
+
+
+def test_a_plain_drafter_starts_one_with_a_selector(tiny_target, tmp_path):
+    """What was learnt by DFlash is kept, and the new part starts as from scratch: so it drafts and proposes as before."""
+    plain = perturbed(drafter(tiny_target, "dflash"))
+    folder = FAMILIES["dflash"].export(
+        tmp_path / "plain", dict(plain.named_parameters()), plain.spec, read_spec(tiny_target), "float32", "float32"
+    )
+    started = drafter(tiny_target, init=str(folder))
+    embeddings, features = inputs(plain)
+    assert torch.equal(*(run(m, embeddings, features, [3, 9, 14, 20], STARTS) for m in (plain, started)))
+    assert started.candidate_selector.predecessor_codebook.any() and not started.candidate_selector.successor_codebook.any()
+    with pytest.raises(UserError, match=r"drafter\.family=dflash but .* has dflash2; write that"):
+        other = FAMILY.export(
+            tmp_path / "other", dict(started.named_parameters()), started.spec, read_spec(tiny_target), "float32", "float32"
+        )
+        drafter(tiny_target, "dflash", init=str(other))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"conv_group": 5}, "conv_group=5 does not divide the hidden size 32; use one of"),
+        ({"conv_taps": 5}, "conv_taps=5 reach beyond a block of 4"),
+        ({"selector_candidates": 300}, "selector_candidates=300 are more than the target's vocabulary of 272"),
+    ],
+)
+def test_settings_that_no_engine_could_serve_are_refused(tiny_target, changes, words):
+    with pytest.raises(UserError, match=words):
+        drafter(tiny_target, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"dflash_config": {}}, "lacks 'conv_kernel_size'"),
+        ({"is_causal": "no"}, "is_causal='no' must be true or false"),
+        ({"is_causal": True, "layer_types": [SLIDING, FULL]}, "is_causal=true makes its full_attention layers causal"),
+        ({"speculators_model_type": "eagle3"}, "speculators_model_type='eagle3' is not known; known: dflash"),
+        ({"speculators_model_type": "dflash2"}, "lacks transformer_layer_config or aux_hidden_state_layer_ids"),
+    ],
+)
+def test_a_folder_that_would_be_misread_is_refused(pair, tmp_path, changes, words):
+    with pytest.raises(UserError, match=words):
+        load_drafter(published(pair, tmp_path / "published", **changes), torch.float32, torch.device("cpu"))
+
+
+def test_muon_leaves_tables_and_kernels_to_adamw(pair):
+    """An orthogonal codebook would move every token's vector at every step, those of tokens that did not occur, too."""
+    learner = pair.learner
+    config = dataclasses.replace(learner.plan.config.optim, name="muon", weight_decay=0.5, lr=1e-2, schedule="constant")
+    model = drafter(pair.folder)
+    optimizer = Optimizer(model.named_parameters(), config, steps=10, is_matrix=FAMILY.is_matrix)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    model.candidate_selector.predecessor_codebook.grad[7] = 1.0
+    model.layers[0].mlp_conv.kernel_projection.weight.grad.normal_()
+    optimizer.accumulate()
+    optimizer.step(torch.tensor(1.0))
+    moved = {name: (before[name] != p).any(-1) for name, p in model.named_parameters() if "codebook" in name or "base_kernel" in name}
+    assert [name for name, rows in moved.items() if rows.any()] == ["candidate_selector.predecessor_codebook"]
+    assert moved["candidate_selector.predecessor_codebook"].nonzero().flatten().tolist() == [7]
+    assert not torch.equal(model.layers[0].mlp_conv.kernel_projection.weight, before["layers.0.mlp_conv.kernel_projection.weight"])

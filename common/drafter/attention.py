@@ -68,7 +68,8 @@ def attend(query: Tensor, context: KeysValues, block: KeysValues, mask: Mask) ->
     """
     if not isinstance(mask, SparseMask):
         return attend_dense(query, context, block, mask)
-    if attention_kernel.fits(query, context[0], mask.spec.block_size):
+    causal = mask.window is None or mask.spec.sliding_causal  # the kernels know no other sliding layer
+    if causal and attention_kernel.fits(query, context[0], mask.spec.block_size):
         return attend_kernel(query, context, block, mask)
     return attend_flex(query, context, block, mask)
 

@@ -235,7 +235,7 @@ class Drafter(nn.Module):
         embeddings_UD are those of the anchors' tokens and, last, of the mask token. Positions count in each token's own document.
         """
         slots = Slots(*positions_AK.shape)
-        mask_spec = MaskSpec(features_TF.shape[0], slots.anchors, slots.block_size)
+        mask_spec = MaskSpec(features_TF.shape[0], slots.anchors, slots.block_size, self.spec.sliding_causal)
         windows = {t: self.spec.window if t == SLIDING else None for t in dict.fromkeys(self.spec.layer_types)}
         masks = {t: mask_of(mask_spec, packet_mask, window) for t, window in windows.items()}
         contexts = self._contexts(features_TF, context_positions_T)
@@ -260,7 +260,7 @@ class Drafter(nn.Module):
         """Hidden states [K, D] of one block behind the cached context. The cache stays as it is: a block leaves no trace."""
         n, K = len(cache[0][0]), len(positions_K)
         end = torch.tensor([n], device=positions_K.device)
-        mask_spec = MaskSpec(row_tokens=n, anchors=1, block_size=K)
+        mask_spec = MaskSpec(n, 1, K, self.spec.sliding_causal)
         sliding = dense_mask(mask_spec, end, end * 0, end == n, self.spec.window) if SLIDING in self.spec.layer_types else None
         return self._blocks(block_embeddings_KD, positions_K, cache, {FULL: None, SLIDING: sliding}, Slots(1, K))
 

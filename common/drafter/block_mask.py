@@ -4,7 +4,7 @@ The rule, for slot k of block j at anchor a_j (a row index), in words:
 - a context key p is visible iff lo_j <= p < a_j, where lo_j is the first token of the anchor's document; in a sliding layer with
   window W also a_j + k - p < W. Strictly below a_j: while decoding, the anchor's own feature does not exist yet;
 - a block key is visible iff it belongs to the same block j (its index, not its positions: close anchors must not see each other);
-  in a sliding layer only up to the slot itself;
+  in a sliding layer only up to the slot itself, unless the drafter's sliding layers are not causal;
 - an empty anchor slot sees itself only, so that no row of the softmax is empty.
 
 Legend: T tokens of the row, A anchors, K block slots, Q = A*K queries. Keys are numbered T context keys first, then the Q block keys.
@@ -30,6 +30,7 @@ class MaskSpec:
     row_tokens: int
     anchors: int
     block_size: int
+    sliding_causal: bool = True
 
     @property
     def tileable(self) -> bool:
@@ -140,7 +141,7 @@ def visible(spec: MaskSpec, anchor_A: Tensor, lo_A: Tensor, keep_A: Tensor, wind
         inside = (own >= 0) & (own < K)
         if window is not None:
             context = context & (anchor_A[block] + slot - key < window)
-            inside = inside & (own <= slot)
+            inside = inside & (own <= slot) if spec.sliding_causal else inside
         return torch.where(keep_A[block], context | inside, own == slot)
 
     return predicate

@@ -67,20 +67,25 @@ def shape_errors(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tu
 def engine_notes(config: Mapping[str, Any], spec: DrafterSpec, target: TargetSpec) -> dict[str, list[str]]:
     """The rows of engines.md that apply to a drafter which is otherwise in order, by engine."""
     inner, dtype = config.get("dflash_config") or {}, config.get("dtype", config.get("torch_dtype"))
-    feature_dtype = inner.get("feature_dtype", "bfloat16")
+    feature_dtype, candidates = inner.get("feature_dtype", "bfloat16"), inner.get("selector_top_k", config.get("selector_top_k", 0))
     holds = {
         "always": True,
         "no block size": "block_size" not in config and "block_size" not in inner,
         "no rope_parameters": "rope_parameters" not in config,
         "rope inside dflash_config": any("rope" in key for key in inner),
         "full and sliding layers": SLIDING in spec.layer_types and FULL in spec.layer_types,
-        "causality named": "is_causal" in config or "causal" in inner,
+        "no is_causal": "is_causal" not in config,
+        "only dflash_config.causal": "is_causal" not in config and "causal" in inner and SLIDING in spec.layer_types,
+        "speculators format": "speculators_model_type" in config,
+        "selector": candidates > 0,
+        "narrow for its candidates": spec.hidden_size < candidates * (candidates + 1),
         "last layer tapped": target.layers - 1 in spec.taps,
         "scaled embedding": target.vocabulary.embedding_scale != 1.0,
         "not bfloat16": dtype != "bfloat16",
         "features not bfloat16": feature_dtype != "bfloat16",
     }
     values = {"drafts": spec.proposals, "last_layer": target.layers - 1, "dtype": dtype, "feature_dtype": feature_dtype}
+    values |= {"candidates": candidates, "hidden": spec.hidden_size}
     notes: dict[str, list[str]] = {}
     for line in ENGINES_PAGE.read_text().splitlines():
         parts = [part.strip() for part in line.strip("|").split("|")]

@@ -17,12 +17,16 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from common.drafter.folder import read_config
 from common.drafter.rope import rope_kind
 from common.drafter.spec import FULL, SLIDING, DrafterSpec, auto_taps
 from common.errors import UserError
-from common.target.files import TargetSpec, Tensors, read_json
+from common.target.files import TargetSpec, Tensors
 
 OWN_VOCABULARY = "{folder} proposes from a vocabulary of its own ({what}): only drafters that use the target's whole head are supported"
+
+TARGETS_OWN = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight")
+"""Tensors of the target's that some trainers write beside the drafter's."""
 
 OF_A_LAYER = re.compile(r"(layers\.\d+\.)(.+)(\.weight|\.bias)")
 """A layer of the backbone, the module in it, and which of its tensors."""
@@ -73,6 +77,7 @@ def exported_config(spec: DrafterSpec, target: TargetSpec, architecture: str, dt
     scaled = {} if rules.embedding_scale == 1.0 else {"input_embedding_scale": rules.embedding_scale}
     capped = {} if rules.logit_softcap is None else {"final_logit_softcapping": rules.logit_softcap}
     rope = {"rope_type": "default", **(spec.rope_scaling or {}), "rope_theta": spec.rope_theta}
+    causal = {kind == SLIDING and spec.sliding_causal for kind in spec.layer_types}  # one word for all layers, or none: then by their types
     return {
         "architectures": [architecture],
         "model_type": "qwen3",
@@ -96,6 +101,7 @@ def exported_config(spec: DrafterSpec, target: TargetSpec, architecture: str, dt
         "max_window_layers": spec.layers,
         "sliding_window": spec.window if SLIDING in spec.layer_types else None,
         "use_sliding_window": SLIDING in spec.layer_types,
+        **({"is_causal": causal.pop()} if len(causal) == 1 else {}),
         "max_position_embeddings": spec.max_position_embeddings,
         "rope_theta": spec.rope_theta,
         "rope_scaling": spec.rope_scaling,
@@ -126,7 +132,8 @@ def read_spec(folder: str | Path, config: Mapping[str, Any], family: str, option
         raise UserError(OWN_VOCABULARY.format(folder=folder, what="draft_vocab_size"))
     number = functools.partial(_number, path)
     try:
-        layers, depth = number(config, "num_hidden_layers"), number(config, "num_target_layers")
+        layers = number(config, "num_hidden_layers")
+        depth = number(config, "num_target_layers") if config.get("num_target_layers") or not inner.get("target_layer_ids") else None
         rope = rope or {"rope_theta": config["rope_theta"], **json_objects(path, config, "rope_scaling")}
         scaling = {k: v for k, v in rope.items() if k != "rope_theta"}
         eos = config.get("eos_token_id")
@@ -134,6 +141,7 @@ def read_spec(folder: str | Path, config: Mapping[str, Any], family: str, option
             family=family,
             options=options,
             sample_from_anchor=sample_from_anchor,
+            sliding_causal=_sliding_causal(path, config, inner),
             hidden_size=number(config, "hidden_size"),
             intermediate_size=number(config, "intermediate_size"),
             layers=layers,
@@ -144,7 +152,7 @@ def read_spec(folder: str | Path, config: Mapping[str, Any], family: str, option
             window=config.get("sliding_window") and number(config, "sliding_window"),
             block_size=number(inner if inner.get("block_size") else config, "block_size"),
             mask_token_id=number(inner, "mask_token_id", least=0),
-            taps=tuple(inner.get("target_layer_ids") or auto_taps(layers, depth)),
+            taps=tuple(inner.get("target_layer_ids") or auto_taps(layers, depth or 0)),
             target_layers=depth,
             vocab_size=number(config, "vocab_size"),
             rms_norm_eps=number(config, "rms_norm_eps", float),
@@ -160,13 +168,23 @@ def read_spec(folder: str | Path, config: Mapping[str, Any], family: str, option
         raise UserError(f"{path} lacks {missing}: this is no exported block drafter") from None
 
 
+def _sliding_causal(path: Path, config: Mapping[str, Any], inner: Mapping[str, Any]) -> bool:
+    """Whether a drafter's sliding layers are causal within a block: as its config says, or they are. Raises: UserError."""
+    causal = config.get("is_causal", inner.get("causal"))
+    if causal not in (None, True, False):
+        raise UserError(f"{path}: is_causal={causal!r} must be true or false")
+    if config.get("is_causal") and FULL in (config.get("layer_types") or [FULL]):
+        raise UserError(f"{path}: is_causal=true makes its full_attention layers causal, too: no drafter of this suite is; leave it out")
+    return causal is not False
+
+
 def read_feature_dtype(folder: str | Path) -> str:
     """Name of the features' type that an exported drafter was trained on; bfloat16 where it does not say.
 
     Raises: UserError if it names another type.
     """
     path = Path(folder) / "config.json"
-    name = json_objects(path, read_json(path), "dflash_config").get("feature_dtype", "bfloat16")
+    name = json_objects(path, read_config(folder), "dflash_config").get("feature_dtype", "bfloat16")
     if name not in ("bfloat16", "float16", "float32"):
         raise UserError(f"{path}: dflash_config.feature_dtype={name!r} must be bfloat16, float16 or float32")
     return name
@@ -197,7 +215,7 @@ def exported_tensors(folder: str | Path) -> tuple[dict[str, str], Tensors]:
     keys = {name.removeprefix("model."): name for name in tensors.names()}
     if own := sorted({"d2t", "t2d"} & set(keys)):
         raise UserError(OWN_VOCABULARY.format(folder=folder, what=", ".join(own)))
-    if copies := [k for k in keys if k in ("embed_tokens.weight", "lm_head.weight")]:
+    if copies := [k for k in keys if k in TARGETS_OWN]:
         warnings.warn(f"{folder}: {', '.join(copies)} ignored, the target's own are used", stacklevel=2)
     return {key: name for key, name in keys.items() if key not in copies}, tensors
 

@@ -21,7 +21,8 @@ class DrafterSpec:
     """Everything that an exported drafter's config.json says.
 
     `taps` are target layers, `target_layers` the target's depth, `options` the settings that only its family has (a frozen dataclass).
-    With `sample_from_anchor` a block's first slot, which holds the anchor's token, predicts the token after it.
+    `target_layers` is None where an exported drafter does not say. With `sample_from_anchor` a block's first slot, which holds the anchor's
+    token, predicts the token after it; without `sliding_causal` the slots of a sliding layer see their whole block, as in full layers.
     """
 
     hidden_size: int
@@ -35,7 +36,7 @@ class DrafterSpec:
     block_size: int
     mask_token_id: int
     taps: tuple[int, ...]
-    target_layers: int
+    target_layers: int | None
     vocab_size: int
     rms_norm_eps: float
     rope_theta: float
@@ -48,6 +49,7 @@ class DrafterSpec:
     family: str = "dflash"
     options: Any = None
     sample_from_anchor: bool = False
+    sliding_causal: bool = True
 
     @property
     def proposals(self) -> int:
@@ -96,10 +98,11 @@ class DrafterSpec:
 
         Raises: UserError.
         """
-        if (self.hidden_size, self.target_layers, self.vocab_size) != (target.hidden_size, target.layers, target.vocab_size):
+        depth = target.layers if self.target_layers is None else self.target_layers
+        if (self.hidden_size, depth, self.vocab_size) != (target.hidden_size, target.layers, target.vocab_size):
             raise UserError(
                 f"the drafter was made for another target: (hidden size, layers, vocabulary) = "
-                f"{(self.hidden_size, self.target_layers, self.vocab_size)}, the target has "
+                f"{(self.hidden_size, depth, self.vocab_size)}, the target has "
                 f"{(target.hidden_size, target.layers, target.vocab_size)}; use the target it was trained with"
             )
         wrong = [t for t in self.taps if not 0 <= t < target.layers]

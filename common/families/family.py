@@ -19,12 +19,13 @@ from common.config import ObjectiveConfig
 from common.drafter.backbone import Drafter
 from common.drafter.check import Report, config_errors, engine_notes, shape_errors
 from common.drafter.export import exported_config, exported_tensors, fuse, read_spec, split, write_exported
+from common.drafter.folder import read_config
 from common.drafter.spec import DrafterSpec
 from common.errors import UserError
 from common.objective.acceptance import Children
 from common.objective.block_loss import Result
 from common.objective.blocks import Blocks
-from common.target.files import TargetSpec, read_json
+from common.target.files import TargetSpec
 from common.target.vocabulary import Vocabulary
 
 
@@ -172,7 +173,7 @@ class DrafterFamily(ABC):
 
     def read_config(self, folder: str | Path) -> dict[str, Any]:
         """config.json of an exported drafter of this family, as `export_config` writes it. Raises: UserError if there is none."""
-        return read_json(Path(folder) / "config.json")
+        return read_config(folder)
 
     def read_spec(self, folder: str | Path) -> DrafterSpec:
         """The DrafterSpec of an exported drafter of this family. Settings that it does not record have their defaults.

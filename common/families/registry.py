@@ -8,6 +8,7 @@ from torch import Tensor
 
 from common.config import DrafterConfig
 from common.drafter.check import Report
+from common.drafter.folder import read_config
 from common.drafter.mask_token import mask_token
 from common.drafter.spec import DrafterSpec
 from common.errors import UserError
@@ -16,9 +17,12 @@ from common.families.dflash2 import DFlash2
 from common.families.dspark import DSpark
 from common.families.family import DrafterFamily
 from common.families.lilicorr import LiLiCorr
-from common.target.files import TargetSpec, read_json
+from common.target.files import TargetSpec
 
 FAMILIES: dict[str, DrafterFamily] = {family.name: family for family in (DFlash(), DFlash2(), DSpark(), LiLiCorr())}
+
+PLAIN = "dflash"
+"""The family that any other may start from."""
 
 FROM_SCRATCH = ("random", "target_layers")
 """Values of `drafter.init` that are no folder of an exported drafter."""
@@ -31,8 +35,8 @@ def family_options() -> dict[str, type | None]:
 
 def family_of(folder: str | Path) -> DrafterFamily:
     """The family of an exported drafter, by its config.json's architectures; where they name none that is known it is read as DFlash."""
-    architectures = read_json(Path(folder) / "config.json").get("architectures") or []
-    return next((f for f in FAMILIES.values() if f.architecture in architectures), FAMILIES["dflash"])
+    architectures = read_config(folder).get("architectures") or []
+    return next((f for f in FAMILIES.values() if f.architecture in architectures), FAMILIES[PLAIN])
 
 
 def load_exported(folder: str | Path) -> tuple[DrafterSpec, dict[str, Tensor]]:
@@ -62,10 +66,13 @@ def resolve_spec(config: DrafterConfig, target: TargetSpec, folder: str | Path, 
 
 
 def _continued(config: DrafterConfig, target: TargetSpec, folder: str | Path, used_ids: Iterable[int]) -> DrafterSpec:
-    """The spec of an exported drafter that training goes on from; what the config names must agree with it."""
+    """The spec of an exported drafter that training goes on from; what the config names must agree with it.
+
+    A plain DFlash may start a drafter of any family, whose own part is then as from scratch.
+    """
     family = family_of(config.init)
     spec = family.read_spec(config.init)
-    found = dataclasses.asdict(spec)
+    found = dataclasses.asdict(spec) | ({"family": config.family} if family.name == PLAIN else {})
     asked = {name: getattr(config, name) for name in ("family", "layers", "intermediate_size", "heads", "kv_heads", "head_dim", "window")}
     asked |= {"taps": None if config.taps == "auto" else tuple(config.taps)}
     asked |= {"layer_types": config.layer_types and tuple(config.layer_types)}
@@ -76,6 +83,14 @@ def _continued(config: DrafterConfig, target: TargetSpec, folder: str | Path, us
         if value is not None and value != found[name]:
             raise UserError(f"drafter.{name}={value} but the drafter in drafter.init={config.init} has {found[name]}; write that")
     token = mask_token(spec.mask_token_id if config.mask_token == "auto" else config.mask_token, target, folder, used_ids)
-    spec = dataclasses.replace(spec, options=config.options, block_size=config.block_size, mask_token_id=token)
+    spec = dataclasses.replace(
+        spec,
+        family=config.family,
+        options=config.options,
+        sample_from_anchor=FAMILIES[config.family].sample_from_anchor,
+        block_size=config.block_size,
+        mask_token_id=token,
+        target_layers=target.layers if spec.target_layers is None else spec.target_layers,
+    )
     spec.validate(target)
     return spec

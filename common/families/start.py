@@ -21,10 +21,11 @@ def make_drafter(config: DrafterConfig, spec: DrafterSpec, target_folder: str | 
     """
     family = FAMILIES[spec.family]
     drafter = family.build(spec, getattr(torch, config.dtype), device, config.activation_checkpointing)
-    if config.init in FROM_SCRATCH:
+    found, tensors = (None, {}) if config.init in FROM_SCRATCH else load_exported(config.init)
+    if found is None or found.family != spec.family:
         _draw(drafter, family, torch.Generator().manual_seed(seed))
-    else:
-        drafter.load_state_dict(load_exported(config.init)[1])
+    if found is not None:
+        drafter.load_state_dict(tensors, strict=found.family == spec.family)
     if config.init == "target_layers":
         _copy_target_layers(drafter, Tensors(target_folder))
     if config.zero_features:

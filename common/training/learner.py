@@ -46,7 +46,8 @@ class Learner:
         self.vocabulary = vocabulary or load_vocabulary(plan.target, getattr(torch, config.drafter.dtype), device)
         self.family = FAMILIES[plan.drafter.family]
         self.proposer = self.family.proposer(self.model, self.vocabulary)
-        self.spec = attention.MaskSpec(plan.shape.row_tokens, plan.anchors, plan.drafter.block_size)
+        spec = plan.drafter
+        self.spec = attention.MaskSpec(plan.shape.row_tokens, plan.anchors, spec.block_size, spec.sliding_causal)
         attention.check_tiles(self.spec, device)
         self._taps_width = len(plan.drafter.taps) * plan.target.hidden_size
         sources = [f"tap {tap}" for tap in plan.drafter.taps] + ["final hidden state"] * plan.final_hidden
