@@ -175,7 +175,7 @@ def _sliding_causal(path: Path, config: Mapping[str, Any], inner: Mapping[str, A
         raise UserError(f"{path}: is_causal={causal!r} must be true or false")
     if config.get("is_causal") and FULL in (config.get("layer_types") or [FULL]):
         raise UserError(f"{path}: is_causal=true makes its full_attention layers causal, too: no drafter of this suite is; leave it out")
-    return causal is not False
+    return causal is not False or SLIDING not in (config.get("layer_types") or ())
 
 
 def read_feature_dtype(folder: str | Path) -> str:
