@@ -24,7 +24,7 @@ from common.drafter.spec import FULL, SLIDING
 from common.families.family import Drafted
 from common.families.registry import family_options
 from common.objective.blocks import candidates
-from common.target.files import read_json
+from common.target.files import read_json, read_spec
 from common.target.model import Target
 from common.target.model import load_model as load_target
 from common.training.learner import Learner
@@ -79,7 +79,7 @@ def build_pair(folder, scratch, layer_types, **drafter):
 
     `drafter` are further keys of that section.
     """
-    served = load_served(folder, [0, 2], torch.float32, torch.device("cpu"))
+    served = load_served(read_spec(folder), [0, 2], torch.float32, torch.device("cpu"))
     draw, unused = np.random.default_rng(0), set(range(256))
     with StoreWriter(scratch / "store", {"vocab_size": 272}) as store:
         for _ in range(12):

@@ -25,7 +25,7 @@ def _from_speculators(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """
     kind, layer = config["speculators_model_type"], config.get("transformer_layer_config")
     ids, causal = config.get("aux_hidden_state_layer_ids"), not config.get("sliding_window_non_causal", True)
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         raise UserError(f"{path}: speculators_model_type={kind!r} is not known; known: {', '.join(KINDS)}")
     architecture, from_anchor = KINDS[kind]
     if not isinstance(layer, dict) or not isinstance(ids, list) or not all(isinstance(i, int) and i > 0 for i in ids):
