@@ -3,7 +3,7 @@
 A stage of a chain reads its own layers alone; a model that decodes on several devices has its layers spread over them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -97,10 +97,17 @@ def load_placed(
 
 def _leave_out(model: nn.Module, placed: Placed) -> set[str]:
     """Take away the parameters that are not read, and what would initialise them; returns their names."""
-    gone = {name for name, _ in model.named_parameters(remove_duplicate=False) if not placed.reads(name)}
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    gone = {name for name in names if not placed.reads(name)}
     for name in gone:
         parent, _, own = name.rpartition(".")
-        module: Any = model.get_submodule(parent)
-        module._parameters[own] = None
+        model.get_submodule(parent)._parameters[own] = None
+    for name in _modules_of(gone) - _modules_of(set(names) - gone):  # some modules initialise what lies deeper inside them
+        module: Any = model.get_submodule(name)
         module._is_hf_initialized = True
     return gone
+
+
+def _modules_of(names: Iterable[str]) -> set[str]:
+    """The modules, at any depth, that hold these parameters."""
+    return {name[:i] for name in names for i, letter in enumerate(name) if letter == "."}
