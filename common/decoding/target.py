@@ -5,7 +5,7 @@ Legend: B texts of a batch, R rows of a verification, S cached positions, F feat
 
 import inspect
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,10 +13,14 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from common.decoding.rollback import CROPPED, Rollback
 from common.errors import UserError
+from common.target.adapters import decoder_layers, decoder_of, first_line
 from common.target.files import TargetSpec
 from common.target.spread import load_spread
 from common.target.vocabulary import Vocabulary, check_vocabulary, vocabulary_of
+
+TRIAL_TOKENS, TRIAL_TOLERANCE = 12, {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.15}
 
 
 class DecodingTarget:
@@ -29,7 +33,7 @@ class DecodingTarget:
         self.model, self.device, self.windows = model, model.device, cache_windows(model)
         # named `cache` since transformers 5.2x
         self.cache_argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-        layers = cast(Sequence[torch.nn.Module], model.get_decoder().layers)
+        layers = decoder_layers(decoder_of(model))
         if not all(0 <= tap < len(layers) for tap in taps):
             raise UserError(
                 f"the drafter taps layers {list(taps)} but this target has layers 0 to {len(layers) - 1}: it belongs to another target"
@@ -37,6 +41,11 @@ class DecodingTarget:
         self.features: dict[int, Tensor] = {}
         for i, tap in enumerate(taps):
             layers[tap].register_forward_hook(lambda _, __, output, i=i: self._take(i, output))
+        self._rollback: Rollback | None = None
+        self._one_by_one = False
+        if not self.windows:
+            self._rollback = Rollback(model.config.get_text_config(decoder=True))
+            self._try_rollback()
 
     def vocabulary(self, spec: TargetSpec) -> Vocabulary:
         """The model's own embedding and head, as drafters share them. Raises: UserError if the model does more to them."""
@@ -53,7 +62,24 @@ class DecodingTarget:
         """Run rows that follow `start` cached positions; `parents` makes them a tree.
 
         Shapes: logits [R, V] ([1, V] if last_only), features [R, F].
+        Raises: UserError for a tree where layers carry a state along the rows.
         """
+        if self._rollback is not None:
+            if parents is not None:
+                raise UserError("this target's layers carry a state from token to token, so it verifies no trees: decode with --mode chain")
+            if again := self._rollback.before(cache, start, tokens):
+                self._run(again, start - len(again), cache, None, last_only=True)
+            if start:
+                self._rollback.keep(cache, start, tokens)
+        return self._run(tokens, start, cache, parents, last_only)
+
+    def _run(
+        self, tokens: Sequence[int], start: int, cache: DynamicCache, parents: Sequence[int] | None, last_only: bool
+    ) -> tuple[Tensor, Tensor]:
+        if self._one_by_one and start and len(tokens) > 1:
+            parts = [self._run([token], start + i, cache, None, last_only) for i, token in enumerate(tokens)]
+            logits, features = (torch.cat(part) for part in zip(*parts, strict=True))
+            return logits[-1:] if last_only else logits, features
         depths = range(len(tokens)) if parents is None else tree_depths(parents)
         output = self.model(
             input_ids=torch.tensor([tokens], device=self.device),
@@ -64,6 +90,38 @@ class DecodingTarget:
             **{self.cache_argument: cache},
         )
         return output.logits[0, -1:] if last_only else output.logits[0], self._taken()[0]
+
+    @torch.no_grad()
+    def _try_rollback(self) -> None:
+        """Find out on a few tokens whether rejected rows can be taken back, and whether several rows may follow cached ones at once.
+
+        Raises: UserError where neither gives what the text by itself gives.
+        """
+        text = [7919 * i % self.model.config.get_text_config(decoder=True).vocab_size for i in range(TRIAL_TOKENS)]
+        known, accepted = TRIAL_TOKENS // 3, TRIAL_TOKENS // 2
+        why = "it gives other logits after a rejection"
+        for self._one_by_one in (False, True):
+            try:
+                whole = self._run(text, 0, self._fresh(), None, last_only=False)[0][accepted:].float()
+                cache = new_cache()
+                self.forward(text[:known], 0, cache)
+                self.forward([*text[known:accepted], *text[:2]], known, cache)
+                keep_rows(cache, known, range(accepted - known))
+                found = self.forward(text[accepted:], accepted, cache)[0].float()
+            except Exception as error:  # the code of any family runs here
+                why = first_line(error)
+                continue
+            if float((found - whole).norm() / whole.norm()) <= TRIAL_TOLERANCE[self.model.dtype]:
+                return
+        family = self.model.config.get_text_config(decoder=True).model_type
+        raise UserError(f"target family {family}: its cache cannot drop rejected drafts ({why}); it can be trained for, not decoded here")
+
+    def _fresh(self) -> DynamicCache:
+        """A cache with the family's layers."""
+        cache = new_cache()
+        assert self._rollback is not None, "only targets with states roll back"
+        self._rollback.before(cache, 0, [])
+        return cache
 
     @torch.no_grad()
     def capture(self, texts: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -98,22 +156,18 @@ def load_target(spec: TargetSpec, taps: Sequence[int], dtype: torch.dtype, devic
 
 
 def cache_windows(model: PreTrainedModel) -> dict[str, int | None]:
-    """The window of each layer type of a model (None: full attention).
+    """The window of each layer type of a model (None: full attention), where all that its cache holds is a key and a value a position.
 
-    Raises: UserError for recurrent, chunked, compressed or shared caches: a rejected draft could not be taken back.
+    Empty for others: states that run along, chunks, compressed keys.
     """
     config = model.config.get_text_config(decoder=True)
-    layer_types = getattr(config, "layer_types", None) or []
     try:
         kinds = {type(layer): layer for layer in DynamicCache(config=config).layers}
     except Exception:  # the family brings a cache of its own
         kinds = {}
-    rolls_back = set(kinds) <= {DynamicLayer, DynamicSlidingWindowLayer} and not getattr(model, "_is_stateful", False)
-    if not kinds or not rolls_back or getattr(config, "attention_chunk_size", None):
-        raise UserError(
-            f"target family {config.model_type}: its cache ({', '.join(sorted(set(layer_types))) or 'no attention layers'}) cannot drop "
-            "rejected drafts; use a target of full or sliding-window attention layers"
-        )
+    positions_only = set(kinds) <= {DynamicLayer, DynamicSlidingWindowLayer} and not getattr(model, "_is_stateful", False)
+    if not positions_only or getattr(config, "attention_chunk_size", None):
+        return {}
     return {
         "sliding_attention" if issubclass(kind, DynamicSlidingWindowLayer) else "full_attention": getattr(layer, "sliding_window", None)
         for kind, layer in kinds.items()
@@ -129,8 +183,9 @@ def keep_rows(cache: DynamicCache, start: int, rows: Sequence[int]) -> None:
     """Of the rows verified after `start`, keep `rows` (ascending, row 0 first) and drop the others."""
     end = start + len(rows)
     for layer in cache.layers:
-        for name in ("keys", "values"):
-            states = getattr(layer, name)
+        for name in CROPPED:
+            if (states := getattr(layer, name, None)) is None:
+                continue
             if rows[-1] != len(rows) - 1:
                 states[..., start:end, :] = states[..., [start + row for row in rows], :]
             setattr(layer, name, states[..., :end, :])

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from common import compile_cache
 from common.data.rows import Row
 from common.errors import UserError
-from common.target.adapters import decoder_layers, decoder_of, layer_signature, set_layers
+from common.target.adapters import decoder_layers, decoder_of, first_line, layer_signature, set_layers
 from common.target.attention import VARLEN, register_varlen
 from common.target.execution import BATCHED, PACKED, PER_DOCUMENT, Way, document_batches, exact_ways, relative_difference, trial_row
 from common.target.late_start import LateStart
@@ -129,6 +129,15 @@ class Target:
         self.capture(row, out_TF, None if self._late is None else self._noise(row))
         return out_TF
 
+    def _first_features(self, row: Row) -> Tensor:
+        """Features of a row by the reference. Raises: UserError where the family does not run at all."""
+        try:
+            return self.features(row, self._reference)
+        except UserError:
+            raise
+        except Exception as error:  # the code of any family runs here
+            raise UserError(f"target family {self.decoder.config.model_type} does not run here: {first_line(error)}") from None
+
     def _noise(self, row: Row) -> Tensor:
         """What a trial of a later stage begins with: another vector for every token."""
         names, which = np.unique(row.tokens, return_inverse=True)
@@ -170,7 +179,7 @@ class Target:
         The norm behind them stays: some families use it elsewhere, and it costs nothing.
         """
         row = trial_row(self.decoder.config.vocab_size)
-        truth, whole = self.features(row, self._reference), decoder_layers(self.decoder)
+        truth, whole = self._first_features(row), decoder_layers(self.decoder)
         set_layers(self.decoder, whole[:layers])
         try:
             difference = relative_difference(self.features(row, self._reference), truth, self.hidden_size)
@@ -208,6 +217,8 @@ class Target:
 
     def _keep(self, index, hidden_BND):
         """Write a hidden state into its columns of the features, each token where it belongs."""
+        if hidden_BND.dim() != 3:
+            raise UserError(f"layers of this family give out {list(hidden_BND.shape)}, not one hidden state a token: it cannot be tapped")
         out_TF, source, rows = self._destination
         columns, hidden = out_TF[:, index * self.hidden_size : (index + 1) * self.hidden_size], hidden_BND.flatten(0, 1)
         if source is None:
