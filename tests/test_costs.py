@@ -99,7 +99,7 @@ def test_useful_arithmetic_is_what_torch_counts(tiny_preset, loss):
     counted = sum(count for op, count in counter.get_flop_counts()["Global"].items() if str(op) in ("aten.mm", "aten.addmm"))
     anchor, keep = draw_anchors(packet.row, plan.anchors, plan.config.seed, 0)
     assert keep.all()
-    flop = dataclasses.replace(costs.DrafterFlop.of(plan.drafter, plan.final_hidden), per_pair=0)
+    flop = dataclasses.replace(costs.DrafterFlop.of(plan.drafter, plan.distils), per_pair=0)
     padding = plan.shape.row_tokens - packet.row.valid
     useful = flop.packet(packet.row, anchor, keep) + flop.per_token * padding
     spec, T, A, K, D = plan.drafter, plan.shape.row_tokens, 48, 8, plan.drafter.hidden_size

@@ -115,7 +115,7 @@ class DSpark(DrafterFamily):
     """DFlash's backbone whose blocks begin to predict at the anchor, with a Markov head and a confidence head."""
 
     name, architecture, options = "dspark", "Qwen3DSparkModel", Options
-    sample_from_anchor, teaches, method = True, True, "dspark"
+    sample_from_anchor, teaches, method = True, "all", "dspark"
 
     def modules(self, spec: DrafterSpec, **kind: Any) -> dict[str, nn.Module]:
         return {"markov_head": MarkovHead(spec, **kind), "confidence_head": ConfidenceHead(spec, **kind)}
@@ -123,6 +123,9 @@ class DSpark(DrafterFamily):
     def is_matrix(self, name: str, shape: tuple[int, ...]) -> bool:
         """The Markov head's matrices are tables of tokens, and the confidence head's is one row."""
         return super().is_matrix(name, shape) and not name.startswith(("markov_head.", "confidence_head."))
+
+    def rows_of_block(self, name: str, shape: tuple[int, ...], spec: DrafterSpec) -> int:
+        return spec.proposals if name == "markov_head.markov_w2.weight" else super().rows_of_block(name, shape, spec)
 
     def first_values(self, name: str, value: Tensor, spec: DrafterSpec, generator: torch.Generator) -> None:
         """The Markov head's second table starts at zero: the drafter starts as one whose slots are independent."""

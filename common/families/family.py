@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -85,8 +85,8 @@ class DrafterFamily(ABC):
     """Whether a block's first slot, which holds the anchor's token, predicts the token after it."""
     method: str = "dflash"
     """How vLLM calls this way of speculative decoding."""
-    teaches: bool = False
-    """Whether its loss compares with the target's own distribution where `objective.teacher` allows it."""
+    teaches: Literal["nothing", "candidates", "all"] = "nothing"
+    """What of the target's own distribution its loss compares with, where `objective.teacher` allows it."""
 
     def modules(self, spec: DrafterSpec, **kind: Any) -> dict[str, nn.Module]:
         """Modules beside the backbone's, by the name under which their tensors are trained and exported; `kind` is dtype and device."""
@@ -102,6 +102,10 @@ class DrafterFamily(ABC):
         Vectors are none, nor are tables of vectors (AdamW moves them, and nothing decays).
         """
         return len(shape) > 1
+
+    def rows_of_block(self, name: str, shape: tuple[int, ...], spec: DrafterSpec) -> int:
+        """How many rows of a block are multiplied by a parameter, for the count of useful arithmetic."""
+        return spec.block_size if self.is_matrix(name, shape) else 0
 
     def validate(self, spec: DrafterSpec) -> None:  # noqa: B027  (most families have nothing to refuse)
         """Refuse settings of this family that do not fit the drafter. Raises: UserError."""

@@ -208,7 +208,7 @@ class LatticeWalk(LatticeProposer):
 class LiLiCorr(DrafterFamily):
     """DFlash, with convolutions if asked for, and a lattice of candidates."""
 
-    name, architecture, options, teaches = "lilicorr", "LiLiCorrDraftModel", Options, True
+    name, architecture, options, teaches = "lilicorr", "LiLiCorrDraftModel", Options, "candidates"
 
     def modules(self, spec: DrafterSpec, **kind: Any) -> dict[str, nn.Module]:
         return {"lilicorr": LatticeHead(spec, **kind)}
@@ -219,6 +219,13 @@ class LiLiCorr(DrafterFamily):
 
     def is_matrix(self, name: str, shape: tuple[int, ...]) -> bool:
         return super().is_matrix(name, shape) and not name.endswith(("embedding", "slot_bias", "base_kernel"))
+
+    def rows_of_block(self, name: str, shape: tuple[int, ...], spec: DrafterSpec) -> int:
+        rows = super().rows_of_block(name, shape, spec)
+        if not rows or not name.startswith("lilicorr."):
+            return rows
+        of_block, of_slot = name.startswith(("lilicorr.context", "lilicorr.anchor")), name.startswith("lilicorr.pass_hidden")
+        return 1 if of_block else spec.proposals * (1 if of_slot else spec.options.lattice_candidates)
 
     def first_values(self, name: str, value: Tensor, spec: DrafterSpec, generator: torch.Generator) -> None:
         """The lattice's embeddings and biases start at zero, and its last matrices small but not at zero, where a product has no slope."""

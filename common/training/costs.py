@@ -62,7 +62,7 @@ class DrafterFlop:
 
     A matrix costs 6 a weight and row (2 forward, 4 for its two gradients), the frozen head 4 (it has no gradient of its own) and 2 more
     where the target's distribution is computed too, attention 12 a visible pair of query and key and value of a head (4 forward,
-    8 backward). Norms, the loss and the optimiser are left out. The extra matrices of a family count as if every slot went through them.
+    8 backward). Norms, the loss and the optimiser are left out. A family says which rows go through its own matrices.
     Source: model FLOP utilisation, PaLM (arXiv 2204.02311), appendix B.
     """
 
@@ -77,14 +77,14 @@ class DrafterFlop:
     @classmethod
     def of(cls, spec: DrafterSpec, distils: bool) -> "DrafterFlop":
         drafter = on_meta(spec)
-        is_matrix = FAMILIES[spec.family].is_matrix
-        matrices = sum(p.numel() for name, p in drafter.named_parameters() if is_matrix(name, tuple(p.shape)))
+        rows_of_block, named = FAMILIES[spec.family].rows_of_block, drafter.named_parameters()
+        products = sum(p.numel() * rows_of_block(name, tuple(p.shape), spec) for name, p in named if name != "fc.weight")
         projection = drafter.fc.weight.numel()
         keys_and_values = spec.layers * 2 * spec.kv_heads * spec.head_dim * spec.hidden_size
         head = (6 if distils else 4) * spec.vocab_size * spec.hidden_size
         return cls(
             per_token=6 * (projection + keys_and_values),
-            per_block=spec.block_size * 6 * (matrices - projection) + spec.proposals * head,
+            per_block=6 * products + spec.proposals * head,
             per_pair=12 * spec.heads * spec.head_dim,
             spec=spec,
         )
@@ -107,7 +107,7 @@ def drafter_bytes(plan: RunPlan) -> float:
     per_query = 4 * spec.hidden_size + 2 * spec.intermediate_size + 3 * spec.heads * spec.head_dim
     layers = 1 if plan.config.drafter.activation_checkpointing else spec.layers
     kept = layers * (queries * per_query + 4 * T * spec.kv_heads * spec.head_dim) + 3 * queries * spec.intermediate_size
-    logits = min(queries * plan.target.vocab_size, CHUNK_LOGITS) * (1 + plan.final_hidden)
+    logits = min(queries * plan.target.vocab_size, CHUNK_LOGITS) * (1 + plan.distils)
     head = logits * (itemsize + 4) + queries * spec.hidden_size * itemsize
     float32 = 16 if plan.config.optim.name == "adamw" else 12  # master, gradient and two moments; Muon keeps one
     state = drafter_parameters(spec) * (float32 + (2 * itemsize if itemsize < 4 else 4))
@@ -130,7 +130,7 @@ def _buffer_bytes(plan: RunPlan) -> int:
 
 def suggested_split(plan: RunPlan, sizes: list[TargetSize], ranks: int) -> tuple[int, int]:
     """(targets, drafters) of an exchange group by the arithmetic that each role has to do for a full row; attention is left out."""
-    flop, T, stages = DrafterFlop.of(plan.drafter, plan.final_hidden), plan.shape.row_tokens, len(plan.stages)
+    flop, T, stages = DrafterFlop.of(plan.drafter, plan.distils), plan.shape.row_tokens, len(plan.stages)
     drafter = flop.per_token * T + flop.per_block * plan.anchors
     target = 2 * sum(size.active for size in sizes) * T
     drafters = nearest_drafters(ranks, stages, ranks * drafter / (drafter + target))

@@ -28,7 +28,7 @@ def describe(plan: RunPlan, layout: Layout) -> str:
 
 
 def _left_out(plan: RunPlan) -> list[str]:
-    if not FAMILIES[plan.drafter.family].teaches or plan.config.objective.teacher:
+    if FAMILIES[plan.drafter.family].teaches == "nothing" or plan.config.objective.teacher:
         return []
     return [f"loss     of {plan.drafter.family} without the target's distribution (objective.teacher=false): its other terms alone"]
 

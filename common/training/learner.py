@@ -52,7 +52,7 @@ class Learner:
         self._taps_width = len(plan.drafter.taps) * plan.target.hidden_size
         sources = [f"tap {tap}" for tap in plan.drafter.taps] + ["final hidden state"] * plan.final_hidden
         self.faults = Faults(sources, device)
-        self._flop, self._useful_flop = DrafterFlop.of(plan.drafter, plan.final_hidden), 0.0
+        self._flop, self._useful_flop = DrafterFlop.of(plan.drafter, plan.distils), 0.0
         self._forward = self._run
         if device.type == "cuda" and config.drafter.compile:
             self._forward = compile_cache.handle("drafter", self._run, device, (self.spec, config.drafter.dtype), recompute=True)

@@ -70,6 +70,11 @@ class RunPlan:
     def final_hidden(self) -> bool:
         return needs_final_hidden(self.config)
 
+    @property
+    def distils(self) -> bool:
+        """Whether the target's distribution is computed at every slot."""
+        return LOSSES[self.config.objective.loss].distils or own_teacher(self.config) == "all"
+
     def agreement(self) -> dict[str, Any]:
         """What all ranks must have in common, as a tree whose differing keys can be named."""
         data = {"path": self.rows.store.fingerprint, "validation": self.heldout.store.fingerprint if self.heldout else None}
@@ -80,9 +85,14 @@ class RunPlan:
         }
 
 
+def own_teacher(config: Config) -> str:
+    """What of the target's distribution the family's own loss compares with: nothing, the candidates, or all."""
+    return FAMILIES[config.drafter.family].teaches if config.objective.teacher else "nothing"
+
+
 def needs_final_hidden(config: Config) -> bool:
     """Whether the loss compares with the target's own distribution."""
-    return LOSSES[config.objective.loss].distils or (config.objective.teacher and FAMILIES[config.drafter.family].teaches)
+    return LOSSES[config.objective.loss].distils or own_teacher(config) != "nothing"
 
 
 def make_plan(config: Config, job: Job) -> RunPlan:
