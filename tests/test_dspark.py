@@ -13,21 +13,26 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from test_train_equals_serve import BLOCK, build_pair, check_export, check_hidden, check_replay
+from test_train_equals_serve import BLOCK, LIMIT, STOP, build_pair, check_export, check_hidden, check_replay
 
 import evaluate_drafter
 import train_drafter
 from benchmarks.drafter_step import TINY
-from common.config import ObjectiveConfig
+from common import config_reader
+from common.config import DrafterConfig, ObjectiveConfig
 from common.data.rows import Row
+from common.decoding.sampling import speculate_sampled
+from common.decoding.speculate import Chooser, decode, speculate
 from common.drafter.spec import FULL
 from common.errors import UserError
 from common.families import registry
 from common.families.dspark import DSpark, Options
 from common.families.family import Drafted
+from common.families.start import make_drafter
 from common.objective.block_loss import teacher_of
 from common.objective.blocks import build_blocks, candidates, every_anchor
 from common.objective.corrected_head import Mixture, corrected_loss
+from common.target.files import read_spec
 from common.target.vocabulary import Vocabulary
 
 S, K, MIXTURE = 3, 4, Mixture(0.1, 1.8)
@@ -50,6 +55,24 @@ def test_decoding_drafts_what_training_computed(pair):
 def test_heldout_tau_is_the_tau_of_real_decoding(pair, tree_budget):
     """Chain and tree, document by document, through the Markov head; and every answer is the target's own."""
     assert 1.2 < check_replay(pair, tree_budget) < BLOCK + 1
+
+
+def check_temperature(pair):
+    """Likeliest chains and trees write plain decoding's tokens under the same noise; sampled chains repeat with their seed, and differ."""
+    prompt = next(pair.documents())[0]
+    for seed in range(2):
+        choose = Chooser(1.0, seed)
+        expected = decode(pair.served, prompt, STOP, LIMIT, choose).tokens
+        for budget in (None, 6):
+            assert speculate(pair.served, pair.block_drafter(budget), prompt, STOP, LIMIT, choose).tokens == expected
+    one, again, other = (
+        speculate_sampled(pair.served, pair.block_drafter(), prompt, STOP, LIMIT, Chooser(1.0, seed)).tokens for seed in (0, 0, 1)
+    )
+    assert one == again != other
+
+
+def test_at_a_temperature_every_token_is_the_targets(pair):
+    check_temperature(pair)
 
 
 def metrics_and_replay(pair):
@@ -257,6 +280,25 @@ def test_the_script_trains_it_and_goes_on_from_its_export(run, tiny_preset, tmp_
     one, other = (load_file(folder / "export" / "latest" / "model.safetensors") for folder in (run, tmp_path / "again"))
     assert one["markov_head.markov_w2.weight"].any() and one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("family", ["dspark", "lilicorr"])
+def test_a_plain_drafter_may_start_it(tiny_target, tmp_path, family):
+    """A DFlash that was trained already: its backbone is taken over to the bit, the family's own part starts as from scratch."""
+    target = read_spec(tiny_target)
+    plain = DrafterConfig(layers=1, taps=[1], block_size=4, dtype="float32")
+    spec = registry.resolve_spec(plain, target, tiny_target)
+    tensors = make_drafter(plain, spec, tiny_target, "cpu", seed=5).state_dict()
+    registry.FAMILIES["dflash"].export(tmp_path / "plain", tensors, spec, target, "float32", "float32")
+    section = {"family": family, "layers": 1, "taps": [1], "block_size": 4, "dtype": "float32"}
+    started, scratch = (
+        config_reader.from_dict({"drafter": section | init}, registry.family_options()).drafter
+        for init in ({"init": str(tmp_path / "plain")}, {})
+    )
+    spec = registry.resolve_spec(started, target, tiny_target)
+    assert (spec.family, spec.sample_from_anchor) == (family, family == "dspark")
+    found, fresh = (make_drafter(config, spec, tiny_target, "cpu", seed=3).state_dict() for config in (started, scratch))
+    assert all(torch.equal(found[name], tensors[name] if name in tensors else fresh[name]) for name in found) and len(found) > len(tensors)
 
 
 def test_without_the_targets_distribution_it_trains_and_says_so(tiny_preset, tmp_path, capsys):

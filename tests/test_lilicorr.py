@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from test_dspark import metrics_and_replay, records, small_row
+from test_dspark import check_temperature, metrics_and_replay, records, small_row
 from test_train_equals_serve import BLOCK, build_pair, check_export, check_replay
 
 import evaluate_drafter
@@ -44,6 +44,10 @@ def pair(tiny_target, tmp_path_factory):
 def test_heldout_tau_is_the_tau_of_real_decoding(pair, tree_budget):
     """Chain and tree, document by document, through the lattice; and every answer is the target's own."""
     assert 1.2 < check_replay(pair, tree_budget) < BLOCK
+
+
+def test_at_a_temperature_every_token_is_the_targets(pair):
+    check_temperature(pair)
 
 
 def test_the_training_curve_counts_what_decoding_accepts(pair):

@@ -78,6 +78,8 @@ def engine_notes(config: Mapping[str, Any], spec: DrafterSpec, target: TargetSpe
         "only dflash_config.causal": "is_causal" not in config and "causal" in inner and SLIDING in spec.layer_types,
         "speculators format": "speculators_model_type" in config,
         "selector": candidates > 0,
+        "lattice": "lilicorr_candidate_topk" in inner,
+        "Markov head": "markov_rank" in config,
         "narrow for its candidates": spec.hidden_size < candidates * (candidates + 1),
         "last layer tapped": target.layers - 1 in spec.taps,
         "scaled embedding": target.vocabulary.embedding_scale != 1.0,
