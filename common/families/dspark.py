@@ -5,6 +5,7 @@ Legend: A anchors, J predicted slots, D hidden, V vocabulary, S rank of the Mark
 Source: DSpark, arXiv 2607.05147; served as vLLM 0.32 does (models/qwen3_dspark.py).
 """
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,27 +89,30 @@ class MarkovChain(Proposer):
         return torch.cat(proposed)
 
     def children(self, drafted: Drafted, width: int) -> list[Children]:
-        return [self._children_of(hidden_JD, width) for hidden_JD in drafted.hidden_AJD]
+        @functools.lru_cache(1)  # trees are built one after the other, and a block's logits are large
+        @torch.no_grad()
+        def logits_of(block: int) -> Tensor:
+            return _logits(self.vocabulary, drafted.hidden_AJD[block])
+
+        @torch.no_grad()
+        def children(block: int, depth: int, parent: int) -> Siblings:
+            logits_V = logits_of(block)[depth] + self.head(torch.tensor(parent, device=drafted.hidden_AJD.device))
+            best = logits_V.log_softmax(-1).topk(min(width, len(logits_V)))
+            return best.indices.tolist(), best.values.tolist()
+
+        return [functools.partial(children, block) for block in range(len(drafted.hidden_AJD))]
 
     def conditionals(self, drafted: Drafted) -> Conditionals:
         return self._conditionals(drafted.hidden_AJD)
 
     def _conditionals(self, hidden_AJD: Tensor) -> Conditionals:
-        logits_AJV = self.vocabulary.logits(hidden_AJD).to(torch.promote_types(hidden_AJD.dtype, torch.float32))
+        logits_AJV = _logits(self.vocabulary, hidden_AJD)
         return lambda slot, before_A: logits_AJV[:, slot] + self.head(before_A)
 
-    def _children_of(self, hidden_JD: Tensor, width: int) -> Children:
-        logits: list[Tensor] = []  # the shared head's, of all slots, once a node is asked for
 
-        @torch.no_grad()
-        def children(depth: int, parent: int) -> Siblings:
-            if not logits:
-                logits.append(self.vocabulary.logits(hidden_JD).to(torch.promote_types(hidden_JD.dtype, torch.float32)))
-            logits_V = logits[0][depth] + self.head(torch.tensor(parent, device=hidden_JD.device))
-            best = logits_V.log_softmax(-1).topk(min(width, len(logits_V)))
-            return best.indices.tolist(), best.values.tolist()
-
-        return children
+def _logits(vocabulary: Vocabulary, hidden: Tensor) -> Tensor:
+    """The shared head's logits, in float32 or wider."""
+    return vocabulary.logits(hidden).to(torch.promote_types(hidden.dtype, torch.float32))
 
 
 class DSpark(DrafterFamily):
