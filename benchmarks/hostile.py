@@ -52,7 +52,7 @@ def mutate(tree: Any, draw: random.Random) -> Any:
             case 2:
                 here.insert(key, draw.choice(VALUES))
             case 3:
-                value: Any = 1
+                value: Any = None
                 for _ in range(draw.choice((3, 100))):
                     value = [value] if draw.random() < 0.5 else {"a": value}
                 here[key] = value

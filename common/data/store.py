@@ -207,6 +207,8 @@ class TokenStore:
             raise ValueError(f"documents={documents!r} tokens={tokens!r}")
         if not isinstance(meta["source_names"], list) or not all(type(name) is str for name in meta["source_names"]):
             raise ValueError("source_names of a wrong type")
+        if type(meta["fingerprint"]) is not str or not meta["fingerprint"]:
+            raise ValueError("no fingerprint")
         if type(meta.get("vocab_size", 1)) is not int or type(meta["supervised_tokens"]) is not int:
             raise ValueError("vocab_size or supervised_tokens of a wrong type")
         counts = {"tokens": tokens, "mask": tokens, "offsets": documents + 1, "sources": documents}

@@ -36,8 +36,7 @@ def config_errors(config: Mapping[str, Any], spec: DrafterSpec, target: TargetSp
         errors.append(str(error))
     if (reason := mask_objection(spec.mask_token_id, target)) is not None:
         errors.append(f"dflash_config.mask_token_id={spec.mask_token_id} {reason}")
-    sizes = {config.get("block_size", spec.block_size), inner.get("block_size", spec.block_size)}
-    if len(sizes) > 1:
+    if config.get("block_size", spec.block_size) != inner.get("block_size", spec.block_size):
         errors.append(
             f"block_size is {config['block_size']} at top level and {inner['block_size']} in dflash_config: engines read one or the other"
         )
@@ -50,8 +49,10 @@ def config_errors(config: Mapping[str, Any], spec: DrafterSpec, target: TargetSp
     if len(spec.layer_types) != spec.layers:
         errors.append(f"layer_types names {len(spec.layer_types)} of {spec.layers} layers")
     parameters = config.get("rope_parameters") or {}
-    ropes = {float(r["rope_theta"]) for r in (config, parameters) if "rope_theta" in r}
-    if len(ropes) > 1 or (parameters and rope_kind(parameters) != rope_kind(config.get("rope_scaling")) and "rope_theta" in config):
+    thetas = [r["rope_theta"] for r in (config, parameters) if "rope_theta" in r]
+    if thetas[0] != thetas[-1] or (
+        parameters and rope_kind(parameters) != rope_kind(config.get("rope_scaling")) and "rope_theta" in config
+    ):
         errors.append("rope_theta and rope_scaling do not say what rope_parameters says: transformers 4 and 5 would rotate differently")
     return errors
 

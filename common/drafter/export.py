@@ -127,55 +127,60 @@ def read_spec(folder: str | Path, config: Mapping[str, Any], family: str, option
     Raises: UserError if a field is missing or the drafter has a vocabulary of its own.
     """
     path = Path(folder) / "config.json"
-    inner, rope = (json_objects(path, config, key) for key in ("dflash_config", "rope_parameters"))
+    inner, rope, scaling = (json_objects(path, config, key) for key in ("dflash_config", "rope_parameters", "rope_scaling"))
     if config.get("draft_vocab_size", config.get("vocab_size")) != config.get("vocab_size"):
         raise UserError(OWN_VOCABULARY.format(folder=folder, what="draft_vocab_size"))
     number = functools.partial(_number, path)
     try:
-        layers = number(config, "num_hidden_layers")
-        depth = number(config, "num_target_layers") if config.get("num_target_layers") or not inner.get("target_layer_ids") else None
-        rope = rope or {"rope_theta": config["rope_theta"], **json_objects(path, config, "rope_scaling")}
+        layers = number(config, "num_hidden_layers", most=1000)
+        given_depth = config.get("num_target_layers") or not inner.get("target_layer_ids")
+        depth = number(config, "num_target_layers", most=1000) if given_depth else None
+        if config.get("rope_theta") is not None:  # engines read it beside rope_parameters, too
+            number(config, "rope_theta", float)
+        rope = rope or {"rope_theta": config["rope_theta"], **scaling}
         scaling = {k: v for k, v in rope.items() if k != "rope_theta"}
         eos = config.get("eos_token_id")
+        layer_types = _list(path, config, "layer_types", lambda kind: kind in (FULL, SLIDING)) or (FULL,) * layers
+        ends = {"eos_token_id": eos if isinstance(eos, list) else [] if eos is None else [eos]}
         return DrafterSpec(
             family=family,
             options=options,
             sample_from_anchor=sample_from_anchor,
-            sliding_causal=_sliding_causal(path, config, inner),
+            sliding_causal=_sliding_causal(path, config, inner, layer_types),
             hidden_size=number(config, "hidden_size"),
             intermediate_size=number(config, "intermediate_size"),
             layers=layers,
-            heads=number(config, "num_attention_heads"),
-            kv_heads=number(config, "num_key_value_heads"),
-            head_dim=number(config, "head_dim"),
-            layer_types=tuple(config.get("layer_types") or [FULL] * layers),
-            window=config.get("sliding_window") and number(config, "sliding_window"),
+            heads=number(config, "num_attention_heads", most=10_000),
+            kv_heads=number(config, "num_key_value_heads", most=10_000),
+            head_dim=number(config, "head_dim", most=10_000),
+            layer_types=layer_types,
+            window=config.get("sliding_window") and number(config, "sliding_window", most=10**9),
             block_size=number(inner if inner.get("block_size") else config, "block_size"),
-            mask_token_id=number(inner, "mask_token_id", least=0),
-            taps=tuple(inner.get("target_layer_ids") or auto_taps(layers, depth or 0)),
+            mask_token_id=number(inner, "mask_token_id", least=0, most=10**8),
+            taps=_list(path, inner, "target_layer_ids", lambda tap: type(tap) is int) or auto_taps(layers, depth or 0),
             target_layers=depth,
-            vocab_size=number(config, "vocab_size"),
+            vocab_size=number(config, "vocab_size", most=10**8),
             rms_norm_eps=number(config, "rms_norm_eps", float),
             rope_theta=number(rope, "rope_theta", float),
             rope_scaling=None if rope_kind(scaling) == "default" else scaling,
-            max_position_embeddings=number(config, "max_position_embeddings"),
+            max_position_embeddings=number(config, "max_position_embeddings", most=10**9),
             attention_bias=bool(config.get("attention_bias", False)),
-            initializer_range=config.get("initializer_range", 0.02),
-            bos_token_id=config.get("bos_token_id"),
-            eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+            initializer_range=number({"initializer_range": 0.02, **config}, "initializer_range", float),
+            bos_token_id=None if config.get("bos_token_id") is None else number(config, "bos_token_id", least=0, most=10**8),
+            eos_token_ids=_list(path, ends, "eos_token_id", lambda token: type(token) is int),
         )
     except KeyError as missing:
         raise UserError(f"{path} lacks {missing}: this is no exported block drafter") from None
 
 
-def _sliding_causal(path: Path, config: Mapping[str, Any], inner: Mapping[str, Any]) -> bool:
+def _sliding_causal(path: Path, config: Mapping[str, Any], inner: Mapping[str, Any], layer_types: Sequence[str]) -> bool:
     """Whether a drafter's sliding layers are causal within a block: as its config says, or they are. Raises: UserError."""
     causal = config.get("is_causal", inner.get("causal"))
     if causal not in (None, True, False):
         raise UserError(f"{path}: is_causal={causal!r} must be true or false")
-    if config.get("is_causal") and FULL in (config.get("layer_types") or [FULL]):
+    if config.get("is_causal") and FULL in layer_types:
         raise UserError(f"{path}: is_causal=true makes its full_attention layers causal, too: no drafter of this suite is; leave it out")
-    return causal is not False or SLIDING not in (config.get("layer_types") or ())
+    return causal is not False or SLIDING not in layer_types
 
 
 def read_feature_dtype(folder: str | Path) -> str:
@@ -198,11 +203,21 @@ def json_objects(path: Path, config: Mapping[str, Any], key: str) -> dict[str, A
     return value
 
 
-def _number(path: Path, config: Mapping[str, Any], key: str, kind: type = int, least: int = 1) -> Any:
-    """A number of a config: whole and at least `least`, or for `float` any above 0."""
+def _list(path: Path, config: Mapping[str, Any], key: str, is_one: Callable[[Any], bool]) -> tuple[Any, ...]:
+    """The list under a key of a config, empty where there is none. Raises: UserError for anything else than a list of such values."""
+    value = config.get(key) or []
+    if not isinstance(value, list) or not all(map(is_one, value)):
+        raise UserError(f"{path}: {key}={str(value)[:200]} is not understood: it must be a list of the values that engines know")
+    return tuple(value)
+
+
+def _number(path: Path, config: Mapping[str, Any], key: str, kind: type = int, least: int = 1, most: int = 10**6) -> Any:
+    """A number of a config: whole and within its bounds, or for `float` any above 0."""
     value = config[key]
-    if isinstance(value, bool) or not isinstance(value, (int, kind)) or not (value > 0 if kind is float else value >= least):
-        raise UserError(f"{path}: {key}={value!r} must be a {'number above 0' if kind is float else f'whole number from {least}'}")
+    is_one = isinstance(value, (int, kind)) and not isinstance(value, bool)
+    if not is_one or not (0 < value < 1e30 if kind is float else least <= value <= most):
+        expected = "number above 0" if kind is float else f"whole number from {least} to {most:,}"
+        raise UserError(f"{path}: {key}={str(value)[:200]} must be a {expected}")
     return kind(value)
 
 

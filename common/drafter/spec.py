@@ -9,7 +9,7 @@ from typing import Any
 
 from common.config import DrafterConfig
 from common.drafter.mask_token import mask_token
-from common.drafter.rope import ROPE_KINDS, rope_kind
+from common.drafter.rope import ROPE_KINDS, inverse_frequencies, rope_kind
 from common.errors import UserError
 from common.target.files import TargetSpec
 
@@ -120,10 +120,21 @@ class DrafterSpec:
             )
         if SLIDING in self.layer_types and (self.window or 0) < self.block_size:
             raise UserError(f"drafter.window={self.window} is shorter than a block of {self.block_size}; use at least {self.block_size}")
+        self._check_rope()
+
+    def _check_rope(self) -> None:
+        """Refuse rotations that cannot be computed. Raises: UserError."""
         if rope_kind(self.rope_scaling) not in ROPE_KINDS:
             raise UserError(
-                f"rope scaling {rope_kind(self.rope_scaling)!r} is not supported by the drafter; known: {', '.join(ROPE_KINDS)}"
+                f"rope scaling {str(rope_kind(self.rope_scaling))[:100]!r} is not supported by the drafter; known: {', '.join(ROPE_KINDS)}"
             )
+        try:
+            inverse_frequencies(self.head_dim, self.rope_theta, self.rope_scaling, self.max_position_embeddings)
+        except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+            raise UserError(
+                f"rope scaling {str(self.rope_scaling)[:200]} cannot be computed ({type(error).__name__}: {error}); mend the target's "
+                "config.json, or the drafter's"
+            ) from None
 
 
 def auto_taps(taps: int, layers: int) -> tuple[int, ...]:

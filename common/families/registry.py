@@ -35,8 +35,9 @@ def family_options() -> dict[str, type | None]:
 
 def family_of(folder: str | Path) -> DrafterFamily:
     """The family of an exported drafter, by its config.json's architectures; where they name none that is known it is read as DFlash."""
-    architectures = read_config(folder).get("architectures") or []
-    return next((f for f in FAMILIES.values() if f.architecture in architectures), FAMILIES[PLAIN])
+    architectures = read_config(folder).get("architectures")
+    named = architectures if isinstance(architectures, list) else []
+    return next((f for f in FAMILIES.values() if f.architecture in named), FAMILIES[PLAIN])
 
 
 def load_exported(folder: str | Path) -> tuple[DrafterSpec, dict[str, Tensor]]:
