@@ -42,7 +42,7 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = (), families
     """
     path = Path(path or DEFAULT_PRESET)
     try:
-        tree = yaml_text.parse(path.read_text()) or {}
+        tree = yaml_text.read(path) or {}
     except OSError as error:
         reason = "no such file" if isinstance(error, FileNotFoundError) else error.strerror
         raise UserError(f"--config {_plain(str(path))}: {reason}; presets are in {DEFAULT_PRESET.parent}") from None

@@ -62,13 +62,20 @@ def test_hostile_values_are_refused_in_a_line(tmp_path, value):
     assert error and len(error) < MOST_CHARACTERS
 
 
-def test_a_document_of_aliases_costs_nothing(tmp_path):
-    """A kilobyte that stands for a billion elements: whoever shows it in full takes all memory."""
+def test_a_document_of_references_costs_nothing(tmp_path):
+    """A kilobyte that stands for a billion elements: whoever shows it in full, or merges it, takes all memory."""
     lines = ["a0: &a0 [x,x,x,x,x,x,x,x,x]", *(f"a{n}: &a{n} [{','.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 10))]
-    (tmp_path / "preset.yaml").write_text("\n".join(lines))
-    assert "unknown key a0" in error_of(path=tmp_path / "preset.yaml")
-    (tmp_path / "preset.yaml").write_text("\n".join(["optim:", *(f"  {line}" for line in lines)]).replace("a9:", "lr:"))
-    assert len(error_of(path=tmp_path / "preset.yaml")) < MOST_CHARACTERS
+    merges = ["a0: &a0 {x: 1}", *(f"a{n}: &a{n} {{<<: [{','.join([f'*a{n - 1}'] * 9)}]}}" for n in range(1, 10))]
+    for document in (lines, merges, ["optim:", *(f"  {line}" for line in lines)]):
+        (tmp_path / "preset.yaml").write_text("\n".join(document))
+        assert "references such as *name are not read here, write the value out" in error_of(path=tmp_path / "preset.yaml")
+
+
+def test_a_preset_without_end_is_not_read(tmp_path):
+    """`--config` of the wrong file: a data set, or a device that never ends."""
+    (tmp_path / "preset.yaml").write_text("optim: {steps: 3}\n" + "#" * (1 << 20))
+    assert "it has more than 256 KiB" in error_of(path=tmp_path / "preset.yaml")
+    assert "it has more than 256 KiB" in error_of(path=Path("/dev/zero"))
 
 
 def test_a_preset_that_cannot_be_read_is_named(tmp_path):

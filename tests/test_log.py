@@ -124,6 +124,19 @@ def test_a_ctrl_c_waits_for_the_averaging_and_the_checkpoint(monkeypatch):
     assert run.stop_s(50, interval=1) == 1.5 * (0.5 + 6 + 15)
 
 
+def test_a_stop_that_slurm_or_torchrun_would_cut_short_is_said(monkeypatch, tmp_path):
+    """A job that is ended in the middle of its last checkpoint has lost what it learnt since the one before."""
+    for name in ("STOP_WARNING_S", "TORCHELASTIC_RUN_ID", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"):
+        monkeypatch.delenv(name, raising=False)
+    assert stop.slow_stop_advice(1000, tmp_path) is None
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    assert stop.slow_stop_advice(29, tmp_path) is None and "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=45" in stop.slow_stop_advice(45, tmp_path)
+    monkeypatch.setenv("STOP_WARNING_S", "120")
+    assert "torchrun" in stop.slow_stop_advice(119, tmp_path) and "--signal=B:USR1@130" in stop.slow_stop_advice(130, tmp_path)
+    script = (Path(__file__).parent.parent / "launch/slurm.sbatch").read_text()
+    assert "--signal=B:USR1@120" in script and "STOP_WARNING_S=${STOP_WARNING_S:-120}" in script, "one number, in both places"
+
+
 def test_a_stop_request_waits_as_long_as_was_measured(monkeypatch):
     """What was measured before the Ctrl-C and what a target hears after it both count; nothing is waited for longer once it is over."""
     armed = []

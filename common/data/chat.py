@@ -195,13 +195,10 @@ class Chat:
             raise Rejected("the tokenizer has no chat template")
         try:
             with time_limit(RENDERING_S):
-                text = str(
-                    self.tokenizer.apply_chat_template(
-                        messages, tools=tools, tokenize=False, add_generation_prompt=generation, **self.template_kwargs
-                    )
+                text = self.tokenizer.apply_chat_template(
+                    messages, tools=tools, tokenize=False, add_generation_prompt=generation, **self.template_kwargs
                 )
-                text.encode()  # half a surrogate pair is no text
-                return text
+                return str(text).encode().decode()  # half a surrogate pair is no text
         except TooLong:
             if sum(len(message["content"]) for message in messages) > SHORT:
                 raise Rejected(f"the chat template computes for more than {RENDERING_S:g} s") from None

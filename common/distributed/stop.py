@@ -7,6 +7,7 @@ import socket
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Self
 
 INTERRUPT_GRACE_S = 20.0
@@ -93,8 +94,32 @@ class StopRequest:
         self._sockets[1].close()
 
 
+def slow_stop_advice(seconds: float, stop_file: Path) -> str | None:
+    """What would end a stop that takes so long before it is done, and what to do instead; None where nothing would."""
+    warning_s = _variable_s("STOP_WARNING_S", math.inf)
+    if seconds > warning_s:
+        return (
+            f"Slurm ends the job {warning_s:.0f} s after its warning: queue it with STOP_WARNING_S={seconds:.0f} exported and "
+            f"sbatch --signal=B:USR1@{seconds:.0f}"
+        )
+    if seconds > launcher_grace_s():
+        return (
+            f"torchrun ends its ranks {launcher_grace_s():.0f} s after a Ctrl-C: stop with touch {stop_file}, or start with "
+            f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={seconds:.0f}"
+        )
+    return None
+
+
 def launcher_grace_s() -> float:
     """Seconds between a Ctrl-C and the launcher's SIGKILL, infinite where no torchrun started this process."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return math.inf
-    return float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", TORCHRUN_GRACE_S))
+    return _variable_s("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", TORCHRUN_GRACE_S)
+
+
+def _variable_s(name: str, default_s: float) -> float:
+    """The seconds in an environment variable; the default where it holds none."""
+    try:
+        return float(os.environ[name])
+    except (KeyError, ValueError):
+        return default_s

@@ -11,7 +11,7 @@ from common import compile_cache, config_reader
 from common.data.schedule import TRAIN, Assignment
 from common.distributed.context import WorkerContext
 from common.distributed.packet import HostMessage
-from common.distributed.stop import STOP_S, launcher_grace_s
+from common.distributed.stop import STOP_S, slow_stop_advice
 from common.errors import UserError
 from common.metrics import Meters, Metrics
 from common.training.checkpoint import Checkpoint, open_checkpoint
@@ -78,13 +78,9 @@ class Run:
         if not self.first:
             return seconds
         self.context.status.put(STOP_S, seconds)
-        if seconds > (limit := launcher_grace_s()) and not self._said_slow_stop:
+        if (advice := slow_stop_advice(seconds, self.directory.stop_file)) is not None and not self._said_slow_stop:
             self._said_slow_stop = True
-            print(
-                f"a stop with a checkpoint may take {seconds:.0f} s here, and torchrun ends its ranks {limit:.0f} s after a Ctrl-C: "
-                f"stop with touch {self.directory.stop_file}, or start with TORCH_ELASTIC_SHUTDOWN_TIMEOUT={seconds:.0f}",
-                flush=True,
-            )
+            print(f"a stop with a checkpoint may take {seconds:.0f} s here, and {advice}", flush=True)
         return seconds
 
     def packet(self, message: HostMessage) -> None:
