@@ -5,12 +5,15 @@ import io
 import json
 import os
 import threading
+import tracemalloc
 
 import numpy as np
 import pytest
 from conftest import build_tokenizer, conversations
 
 import prepare_data
+from common.cli import check_input
+from common.data import preparing
 from common.data.store import TokenStore
 from common.data.tokenizing import has_anchor
 from common.errors import UserError
@@ -89,17 +92,6 @@ def test_bad_lines_are_counted_with_their_locations_and_never_fatal(pack, tmp_pa
     assert summary["rejects"]["not UTF-8"]["count"] == 1
 
 
-def test_a_pipe_is_read(pack, tmp_path):
-    """`pack <(zcat a.jsonl.zst)` was told that there is no such file."""
-    os.mkfifo(tmp_path / "pipe")
-    writer = threading.Thread(target=(tmp_path / "pipe").write_bytes, args=(jsonl(rows_of(3)),))
-    writer.start()
-    assert pack(tmp_path / "pipe")[0]["accepted"] == 3
-    writer.join()
-    with pytest.raises(UserError, match="is a folder"):
-        pack(tmp_path)
-
-
 def test_each_answer_may_be_a_document(pack, tmp_path, capsys):
     """`--split-turns` must reach the store, and its documents must be as many as there are answers."""
     rows = rows_of(6)
@@ -118,6 +110,46 @@ def test_what_the_template_leaves_out_is_said(pack, tmp_path, capsys):
     assert summary["lost"] == {"thoughts": 3}
     prepare_data.main(["inspect", str(tmp_path / "store")])
     assert "the chat template leaves out 3 tokens: 3 of thoughts\n--split-turns makes" in capsys.readouterr().out
+
+
+def test_a_line_without_end_costs_no_memory(pack, tmp_path, monkeypatch):
+    """Six megabytes of an archive can be one line of six gigabytes: it costs that line, and the next ones are read."""
+    monkeypatch.setattr("common.data.conversations.LINE_BYTES", 1 << 16)
+    monkeypatch.setattr(preparing, "BATCH_BYTES", 1 << 14)
+    long, longest = ({"messages": [{"role": "user", "content": "a" * size}]} for size in ((1 << 16) - 60, 1 << 24))
+    with gzip.open(tmp_path / "a.jsonl.gz", "wb") as file:
+        for row in (long, longest, *rows_of(3), longest):
+            file.write(jsonl([row]))
+    tracemalloc.start()
+    summary, store = pack(tmp_path / "a.jsonl.gz")
+    most_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (summary["lines"], len(store), most_bytes < 8 << 20) == (6, 3, True)
+    assert summary["rejects"]["a line of more than 0 MiB"]["lines"] == [f"{tmp_path}/a.jsonl.gz:{n}" for n in (2, 6)]
+    assert summary["rejects"]["no assistant turn"]["count"] == 1
+
+
+def test_a_pipe_is_read_and_a_folder_named(pack, tmp_path):
+    """`pack <(zcat all.gz)` is a file that is there; and where nothing can be read the reason is the true one."""
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    writer = threading.Thread(target=lambda: (tmp_path / "pipe.jsonl").write_bytes(jsonl(rows_of(3))))
+    writer.start()
+    assert pack(tmp_path / "pipe.jsonl")[0]["accepted"] == 3
+    writer.join()
+    with pytest.raises(UserError, match="it is a folder"):
+        pack(tmp_path)
+    with pytest.raises(UserError, match="Not a directory"):
+        pack(__file__ + "/a.jsonl")
+    with pytest.raises(UserError, match="it is no regular file, and has to be read twice"):
+        check_input("--input", tmp_path / "pipe.jsonl", again=True)
+
+
+def test_messages_that_are_text_are_called_so(pack, tmp_path):
+    """Rows whose messages are a JSON text inside JSON are common: `no messages` sends the user to look for a missing key."""
+    (tmp_path / "a.jsonl").write_bytes(jsonl([*rows_of(1), {"messages": json.dumps(rows_of(1)[0]["messages"])}, {"messages": 3}]))
+    rejects = pack(tmp_path / "a.jsonl")[0]["rejects"]
+    assert rejects["its messages are text instead of a list of objects"]["lines"] == [f"{tmp_path}/a.jsonl:2"]
+    assert rejects["its messages are something else instead of a list of objects"]["count"] == 1
 
 
 def test_a_cut_archive_gives_what_it_holds(pack, tmp_path):

@@ -40,8 +40,7 @@ def conversation(row: dict[str, Any]) -> list[Message]:
     if turns is None:
         raise Rejected("no messages, conversations, prompt with completion, or text")
     if not isinstance(turns, list):
-        what = "text" if isinstance(turns, str) else "no list"
-        raise Rejected(f"its messages are {what}, not a list of objects")
+        raise Rejected(f"its messages are {'text' if isinstance(turns, str) else 'something else'} instead of a list of objects")
     return [normalise(turn) for turn in turns]
 
 
