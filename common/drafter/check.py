@@ -42,7 +42,7 @@ def config_errors(config: Mapping[str, Any], spec: DrafterSpec, target: TargetSp
         )
     if config.get("model_type") != "qwen3":
         errors.append(f"model_type={config.get('model_type')!r} must be 'qwen3': transformers chooses the config's class by it")
-    if architecture not in (config.get("architectures") or []):
+    if architecture not in architectures(config):
         errors.append(f"architectures={config.get('architectures')} must be [{architecture!r}]: vLLM and SGLang choose the class by it")
     if config.get("hidden_act", "silu") != "silu":
         errors.append(f"hidden_act={config['hidden_act']}: the drafter's MLP is a SwiGLU; SGLang refuses anything but silu")
@@ -55,6 +55,12 @@ def config_errors(config: Mapping[str, Any], spec: DrafterSpec, target: TargetSp
     ):
         errors.append("rope_theta and rope_scaling do not say what rope_parameters says: transformers 4 and 5 would rotate differently")
     return errors
+
+
+def architectures(config: Mapping[str, Any]) -> list[Any]:
+    """The classes that a config.json names, whatever else stands there."""
+    named = config.get("architectures")
+    return named if isinstance(named, list) else []
 
 
 def shape_errors(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> list[str]:

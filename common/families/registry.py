@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import Tensor
 
 from common.config import DrafterConfig
-from common.drafter.check import Report
+from common.drafter.check import Report, architectures
 from common.drafter.folder import read_config
 from common.drafter.mask_token import mask_token
 from common.drafter.spec import DrafterSpec
@@ -35,8 +35,7 @@ def family_options() -> dict[str, type | None]:
 
 def family_of(folder: str | Path) -> DrafterFamily:
     """The family of an exported drafter, by its config.json's architectures; where they name none that is known it is read as DFlash."""
-    architectures = read_config(folder).get("architectures")
-    named = architectures if isinstance(architectures, list) else []
+    named = architectures(read_config(folder))
     return next((f for f in FAMILIES.values() if f.architecture in named), FAMILIES[PLAIN])
 
 
