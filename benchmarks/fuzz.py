@@ -19,7 +19,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tqdm import tqdm
@@ -32,27 +32,27 @@ LONGEST_WORDS = 2000
 """Characters that a refusal may have: the list of all keys of a section takes most of it."""
 
 
-def fuzz(kind: str, seed: int, numbers: Iterable[int], slow_s: float) -> dict[str, str]:
-    """Try these cases of a kind. Returns what went wrong by the place that it came from: how often, where first, and what was said."""
-    found: dict[str, list[str]] = {}
+def fuzz(kind: str, seed: int, numbers: Iterable[int], slow_s: float) -> Iterator[tuple[int, str, str]]:
+    """Try these cases of a kind, and yield what goes wrong: the case, the place that it came from, and what was said."""
     with tempfile.TemporaryDirectory() as place, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         case = KINDS[kind](Path(place))
         for number in numbers:
-            begun_s = time.monotonic()
+            begun_s, wrong = time.monotonic(), None
             try:
                 with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
                     case(random.Random(f"{kind} {seed} {number}"))
             except REFUSED as error:
                 if "\n" in str(error) or len(str(error)) > LONGEST_WORDS:
-                    found.setdefault("no line of words", []).append(f"case {number}: {str(error)[:300]!r}")
+                    wrong = number, "no line of words", str(error)
             except KeyboardInterrupt:
                 raise
             except BaseException as error:  # a panic of the tokenizers' Rust is no Exception
-                found.setdefault(_where(error), []).append(f"case {number}: {str(error)[:300]!r}")
-            if (took_s := time.monotonic() - begun_s) > slow_s:
-                found.setdefault("slow", []).append(f"case {number}: {took_s:.1f} s")
-    return {what: f"{len(cases)} x, first {cases[0]}" for what, cases in found.items()}
+                wrong = number, _where(error), str(error)
+            if wrong is None and (took_s := time.monotonic() - begun_s) > slow_s:
+                wrong = number, "slow", f"{took_s:.1f} s"
+            if wrong is not None:
+                yield wrong
 
 
 def _where(error: BaseException) -> str:
@@ -74,13 +74,16 @@ def main(argv: list[str]) -> int:
     logging.set_verbosity_error()
     faulthandler.enable()
     resource.setrlimit(resource.RLIMIT_DATA, (8 << 30, resource.RLIM_INFINITY))  # a file that asks for more is found
-    numbers, problems = range(asked.first, asked.first + asked.cases), Counter[str]()
+    numbers, problems = range(asked.first, asked.first + asked.cases), 0
     for kind in asked.kinds:
-        found = fuzz(kind, asked.seed, tqdm(numbers, desc=kind, disable=None), asked.slow_s)
-        problems[kind] = len(found)
-        lines = [f"{kind}: {asked.cases:,} cases, {len(found)} places to mend", *(f"  {where}: {what}" for where, what in found.items())]
-        print("\n".join(lines), flush=True)
-    return int(any(problems.values()))
+        found = Counter[str]()
+        for number, where, words in fuzz(kind, asked.seed, tqdm(numbers, desc=kind, disable=None), asked.slow_s):
+            found[where] += 1
+            if found[where] == 1:
+                print(f"{kind}, case {number}: {where}: {words[:300]!r}", flush=True)
+        print(f"{kind}: {asked.cases:,} cases, {found.total()} went wrong {dict(found) or ''}", flush=True)
+        problems += found.total()
+    return int(problems > 0)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def mutate(tree: Any, draw: random.Random) -> Any:
     for _ in range(draw.randint(1, 3)):
         spots = places(tree)
         if not spots or draw.random() < 0.01:
-            return draw.choice(VALUES)
+            return copy.deepcopy(draw.choice(VALUES))
         shallow = [spot for spot in spots if spot[0] is tree]
         here, key = draw.choice(shallow if draw.random() < 0.4 and shallow else spots)
         match draw.randrange(6):
@@ -48,16 +48,16 @@ def mutate(tree: Any, draw: random.Random) -> Any:
                 there, other = draw.choice(spots)
                 here[key] = copy.deepcopy(there[other]) if _has(there, other) else None
             case 2 if isinstance(here, dict):
-                here[draw.choice([str(key) + "x", *here])] = draw.choice(VALUES)
+                here[draw.choice([str(key) + "x", *here])] = copy.deepcopy(draw.choice(VALUES))
             case 2:
-                here.insert(key, draw.choice(VALUES))
+                here.insert(key, copy.deepcopy(draw.choice(VALUES)))
             case 3:
                 value: Any = None
                 for _ in range(draw.choice((3, 100))):
                     value = [value] if draw.random() < 0.5 else {"a": value}
                 here[key] = value
             case _:
-                here[key] = draw.choice(VALUES)
+                here[key] = copy.deepcopy(draw.choice(VALUES))
     return tree
 
 

@@ -26,7 +26,7 @@ CASES = {"overrides": 200, "presets": 60, "store": 200, "conversations": 200, "o
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_seeded_share_of_each_kind(kind):
     """A stack tells nobody which file to mend, and a case that once did must not come back."""
-    assert fuzz(kind, seed=0, numbers=range(CASES.get(kind, 20)), slow_s=math.inf) == {}
+    assert not list(fuzz(kind, seed=0, numbers=range(CASES.get(kind, 20)), slow_s=math.inf))
 
 
 TARGETS = {

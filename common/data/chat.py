@@ -92,8 +92,8 @@ class Chat:
     @property
     def template(self) -> str | None:
         """The Jinja text of the chat template, or None for a tokenizer that has none."""
-        given = self.template_kwargs.get("chat_template")
-        return given or (self.tokenizer.get_chat_template() if self.tokenizer.chat_template else None)
+        named = self.tokenizer.chat_template
+        return self.template_kwargs.get("chat_template") or (named.get("default") if isinstance(named, dict) else named)
 
     @property
     def template_digest(self) -> str:

@@ -1,5 +1,6 @@
 """Which token fills the unknown slots of a block."""
 
+import itertools
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def mask_token(asked: str | int, target: TargetSpec, folder: str | Path, used_id
 
     if asked == "auto":
         reserved = [added[t] for word in ("mask", "reserved", "unused") for t in sorted(added) if word in t.lower()]
-        candidates = [MASK_TOKENS.get(target.model_type, -1), *range(tokens, target.vocab_size), *reserved]
+        candidates = itertools.chain([MASK_TOKENS.get(target.model_type, -1)], range(tokens, target.vocab_size), reserved)
         free = next((t for t in candidates if objection(t) is None), None)
         if free is None:
             raise UserError(

@@ -117,6 +117,10 @@ def read_spec(folder: str | Path, trust_remote_code: bool = False) -> TargetSpec
     )
 
 
+MOST = 10**9
+"""More than any number of a config, and less than what fills memory by being counted."""
+
+
 class _Numbers:
     """Whole numbers from 1 of a config. Raises: UserError where one is missing without a default, or is none."""
 
@@ -128,8 +132,8 @@ class _Numbers:
         value = default if value is None else value
         if value is None:
             raise UserError(f"{self.path} lacks {name!r}: this suite trains for decoder language models made of layers")
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise UserError(f"{self.path}: {name}={value!r} must be a whole number from 1")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST:
+            raise UserError(f"{self.path}: {name}={str(value)[:100]} must be a whole number from 1 to {MOST:,}")
         return value
 
 
