@@ -32,6 +32,14 @@ def places(tree: Any) -> list[tuple[Any, Any]]:
     return found
 
 
+def nested(depth: int, draw: random.Random) -> Any:
+    """Lists and objects within each other."""
+    if not depth:
+        return 1
+    inner: Any = nested(depth - 1, draw)
+    return [inner] if draw.random() < 0.5 else {"a": inner}
+
+
 def mutate(tree: Any, draw: random.Random) -> Any:
     """A copy of a JSON tree with one to three places changed: something hostile, something of the tree, a copy, or nothing there."""
     tree = copy.deepcopy(tree)
@@ -52,10 +60,7 @@ def mutate(tree: Any, draw: random.Random) -> Any:
             case 2:
                 here.insert(key, copy.deepcopy(draw.choice(VALUES)))
             case 3:
-                value: Any = None
-                for _ in range(draw.choice((3, 100))):
-                    value = [value] if draw.random() < 0.5 else {"a": value}
-                here[key] = value
+                here[key] = nested(draw.choice((3, 100)), draw)
             case _:
                 here[key] = copy.deepcopy(draw.choice(VALUES))
     return tree

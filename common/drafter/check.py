@@ -46,8 +46,6 @@ def config_errors(config: Mapping[str, Any], spec: DrafterSpec, target: TargetSp
         errors.append(f"architectures={config.get('architectures')} must be [{architecture!r}]: vLLM and SGLang choose the class by it")
     if config.get("hidden_act", "silu") != "silu":
         errors.append(f"hidden_act={config['hidden_act']}: the drafter's MLP is a SwiGLU; SGLang refuses anything but silu")
-    if len(spec.layer_types) != spec.layers:
-        errors.append(f"layer_types names {len(spec.layer_types)} of {spec.layers} layers")
     parameters = config.get("rope_parameters") or {}
     thetas = [r["rope_theta"] for r in (config, parameters) if "rope_theta" in r]
     if thetas[0] != thetas[-1] or (

@@ -113,6 +113,8 @@ class DrafterSpec:
             )
         if target.layers - 1 in self.taps:
             warnings.warn(f"tap {target.layers - 1} is the target's last layer: some engines cannot serve it", stacklevel=2)
+        if len(self.layer_types) != self.layers:
+            raise UserError(f"layer_types names {len(self.layer_types)} of the drafter's {self.layers} layers; name all of them")
         if self.heads % self.kv_heads or self.head_dim % 2:
             raise UserError(
                 f"drafter.heads={self.heads} must be a multiple of drafter.kv_heads={self.kv_heads}, and drafter.head_dim="
@@ -126,7 +128,7 @@ class DrafterSpec:
         """Refuse rotations that cannot be computed. Raises: UserError."""
         if rope_kind(self.rope_scaling) not in ROPE_KINDS:
             raise UserError(
-                f"rope scaling {str(rope_kind(self.rope_scaling))[:100]!r} is not supported by the drafter; known: {', '.join(ROPE_KINDS)}"
+                f"rope scaling {rope_kind(self.rope_scaling)!r:.100} is not supported by the drafter; known: {', '.join(ROPE_KINDS)}"
             )
         try:
             inverse_frequencies(self.head_dim, self.rope_theta, self.rope_scaling, self.max_position_embeddings)
