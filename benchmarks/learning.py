@@ -61,6 +61,7 @@ def averaging() -> Variants:
         variants[f"{drafters} accumulated"] = [*run, f"optim.accumulate={drafters}"]
         variants[f"{drafters} ddp"] = [*run, *threads, "sync.mode=ddp"]
         variants[f"{drafters} averaged"] = [*run, *threads, "sync.mode=average", "sync.every=50"]
+        variants[f"{drafters} averaged, outer step"] = [*variants[f"{drafters} averaged"], "sync.outer=nesterov"]
     return variants
 
 

@@ -160,6 +160,12 @@ class SyncConfig:
     """`average`: the drafters' weights are averaged every `every` steps; `ddp`: gradients are summed at every step."""
     every: Count = 50
     """Steps between two averagings."""
+    outer: Literal["mean", "nesterov"] = "mean"
+    """What an averaging does: `mean` takes the drafters' mean; `nesterov` goes towards it with momentum (DiLoCo's outer step)."""
+    outer_lr: Annotated[float, Bounds(above=0)] = 0.7
+    """Share of the way to the mean that `nesterov` goes."""
+    outer_momentum: Annotated[float, Bounds(least=0, below=1)] = 0.9
+    """Share of the last ways that `nesterov` goes again."""
 
 
 @dataclass

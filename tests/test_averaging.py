@@ -100,3 +100,18 @@ def test_the_distance_is_that_of_all_weights_however_they_are_cut(monkeypatch):
     mean = optimizer.masters + 1
     distance, _ = Averaging(SyncConfig(every=4), PlusOne(), optimizer, last_step=10).weights(4)["replica_distance"]
     assert torch.equal(optimizer.masters, mean) and distance == pytest.approx(float(len(mean) ** 0.5 / mean.norm()), rel=1e-5)
+
+
+def test_the_outer_step_is_nesterovs_along_the_ways_to_the_mean():
+    """With few averagings plain means waste what drafters agree on; a wrong sign or a lost momentum would undo what they learnt."""
+    optimizer = replica(0)
+    start, config = optimizer.masters.clone(), SyncConfig(every=1, outer="nesterov", outer_lr=0.5, outer_momentum=0.8)
+    averaging, weight_sum = Averaging(config, PlusOne(), optimizer, last_step=10), torch.ones(())
+    at, velocity = 0.0, 0.0
+    for step, local in enumerate((2.0, -0.5, 0.0), 1):  # what the inner steps add; the mean lies one above it
+        averaging.gradients(weight_sum)
+        optimizer.masters.add_(local)
+        averaging.weights(step)
+        velocity = 0.8 * velocity + local + 1
+        at += 0.5 * (local + 1 + 0.8 * velocity)
+        torch.testing.assert_close(optimizer.masters, start + at)

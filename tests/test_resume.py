@@ -228,7 +228,7 @@ def kill_in_the_first_export(rank):
     kill_at_call(export, "save_file", 1, True, rank)
 
 
-TWO_DRAFTERS = ("topology.drafters=2", "sync.every=4", "checkpoint.every=4")
+TWO_DRAFTERS = ("topology.drafters=2", "sync.every=4", "checkpoint.every=4", "sync.outer=nesterov")  # a plain mean keeps less
 
 
 @pytest.fixture(scope="module")

@@ -69,6 +69,7 @@ class Optimizer:
         self._matrices = self._make_matrices(parts) if config.name == "muon" else []
         self.skipped_in_a_row = torch.zeros((), device=self.masters.device)
         self._empty = True
+        self._kept: dict[str, Tensor] = {}
         self._adamw = self._make_adamw(matrices)
 
     def _make_matrices(self, parts: Callable[[str, Tensor], Iterable[Tensor]]) -> list[Matrix]:
@@ -154,15 +155,22 @@ class Optimizer:
         """{parameter's name: float32 view of its master}."""
         return dict(zip(self.names, self._views(self.masters), strict=True))
 
+    def keep(self, name: str, tensor: Tensor) -> Tensor:
+        """Have another tensor of this replica saved and loaded with the state; returns it."""
+        self._kept[name] = tensor
+        return tensor
+
     def state_tensors(self) -> dict[str, Tensor]:
         """All that a resume needs besides the masters, taken between two steps."""
         counts = torch.tensor([self.steps_done, int(self.updates), int(self.skipped_in_a_row)])
-        return {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq, "counts": counts}
+        return {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq, "counts": counts} | self._kept
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Take up what state_tensors gave; the masters are loaded through master_tensors and copy_masters_to_weights."""
         self.exp_avg.copy_(tensors["exp_avg"])
         self.exp_avg_sq.copy_(tensors["exp_avg_sq"])
+        for name in self._kept.keys() & tensors.keys():
+            self._kept[name].copy_(tensors[name])
         self.steps_done, updates, skipped = tensors["counts"].tolist()
         for state in self._adamw.state.values():
             state["step"].fill_(updates)
