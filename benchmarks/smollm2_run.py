@@ -58,11 +58,7 @@ VARIANTS: dict[str, list[str]] = {
     "layers8": ["drafter.layers=8"],
     "init_target": ["drafter.init=target_layers"],
 }
-DECODINGS: dict[str, list[str | int]] = {
-    "chain": [],
-    "tree16": ["--mode", "tree", "--tree-budget", 16],
-    "tree64": ["--mode", "tree", "--tree-budget", 64],
-    "tree256": ["--mode", "tree", "--tree-budget", 256],
+SAMPLED: dict[str, list[str | int]] = {
     "chain_t1": ["--temperature", 1],
     "tree64_t1": ["--mode", "tree", "--tree-budget", 64, "--temperature", 1],
 }
@@ -199,16 +195,30 @@ class RealRun:
             self.report["variants"][variant]["train"] = trained
 
     def evaluate(self, variant: str) -> None:
-        """Speculative decoding in every way asked for."""
-        for decoding in self.arguments.decodings:
+        """Greedy decoding replayed in every way; sampling decoded in the ways asked for."""
+        for name, rows in self.questions().items():
+            write_rows(self.out / f"{name}.jsonl", rows)
+        prompts = [self.out / f"{name}.jsonl" for name in self.questions()]
+        subprocess.run(self.evaluation(variant, prompts, self.out / "replay.json", "--verify", 0), cwd=REPOSITORY, check=True)
+        evaluated = json.loads((self.out / "replay.json").read_text())
+        self.report["variants"][variant]["replay"] = {
+            "seconds": evaluated["seconds_by_stage"],
+            "tau": {run["way"]: run["tau_by_set"] for run in evaluated["runs"]},
+            "chain": {name: acceptance([a for a in evaluated["per_prompt"] if a["set"] == name]) for name in self.questions()},
+        }
+        for decoding in self.arguments.sampled:
             self.timed("decode", variant, decoding)
 
-    def decode(self, variant: str, decoding: str) -> None:
-        """One way of decoding; it waits for the host, so several processes share the devices and the prompts."""
-        groups = {
+    def questions(self) -> dict[str, list[dict[str, Any]]]:
+        """What is asked, by set."""
+        return {
             "humaneval": [{"prompt": row["prompt"]} for row in read_rows(self.arguments.prompts)][: self.arguments.limit],
             "own": [{"messages": row["messages"]} for row in read_rows(self.work / "own_heldout.jsonl")][: self.arguments.limit],
         }
+
+    def decode(self, variant: str, decoding: str) -> None:
+        """One way of sampling; it waits for the host, so several processes share the devices and the prompts."""
+        groups = self.questions()
         tagged = [(name, row) for name, rows in groups.items() for row in rows]
         count = min(self.arguments.shards, len(tagged))
         shards = [tagged[i::count] for i in range(count)]
@@ -216,7 +226,8 @@ class RealRun:
         for i, shard in enumerate(shards):
             write_rows(self.out / f"shard{i}.jsonl", [row for _, row in shard])
             device = f"cuda:{i % devices}" if (devices := torch.cuda.device_count()) else "cpu"
-            command = self.evaluation(variant, self.out / f"shard{i}", "--no-compare", "--device", device, *DECODINGS[decoding])
+            files = [self.out / f"shard{i}.jsonl"], self.out / f"shard{i}.json"
+            command = self.evaluation(variant, *files, "--no-compare", "--device", device, *SAMPLED[decoding])
             alone = os.environ | {"OMP_NUM_THREADS": "1"}  # or every process takes all cores
             processes.append(subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, env=alone))
         if any([process.wait() for process in processes]):
@@ -231,18 +242,19 @@ class RealRun:
     def speed(self, variant: str) -> None:
         """Against plain decoding, alone on the device."""
         write_rows(self.out / "speed.jsonl", [{"prompt": row["prompt"]} for row in read_rows(self.arguments.prompts)][:8])
-        subprocess.run(self.evaluation(variant, self.out / "speed"), cwd=REPOSITORY, check=True)
+        command = self.evaluation(variant, [self.out / "speed.jsonl"], self.out / "speed.json", "--decode")
+        subprocess.run(command, cwd=REPOSITORY, check=True)
         evaluated = json.loads((self.out / "speed.json").read_text())
         self.report["variants"][variant]["speed"] = {key: evaluated[key] for key in ("prompts", "tokens", "speedup", "lossless", "tau")}
 
     def run_folder(self, variant: str) -> Path:
         return self.work / "runs" / f"{self.arguments.data}_{variant}"
 
-    def evaluation(self, variant: str, prompts: Path, *more: object) -> list[str]:
-        """The command line that decodes `prompts`.jsonl into `prompts`.json."""
+    def evaluation(self, variant: str, prompts: Sequence[Path], report: Path, *more: object) -> list[str]:
+        """The command line that evaluates on these prompts."""
         command = [
             sys.executable, "evaluate_drafter.py", "--drafter", self.run_folder(variant) / "export/latest", "--target", self.target,
-            "--prompts", f"{prompts}.jsonl", "--json", f"{prompts}.json",
+            "--prompts", *prompts, "--json", report,
             "--max-new-tokens", self.arguments.new_tokens, *more,
         ]  # fmt: skip
         return [str(part) for part in command]
@@ -306,9 +318,9 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=2816)
     parser.add_argument("--documents", type=int, default=57600, help="seen in training, over all epochs")
     parser.add_argument("--new-tokens", type=int, default=128, help="of an evaluated answer")
-    parser.add_argument("--decodings", nargs="+", choices=DECODINGS, default=["chain"])
+    parser.add_argument("--sampled", nargs="+", choices=SAMPLED, default=[], help="ways of sampling that are decoded beside the replay")
     parser.add_argument("--side-by-side", type=int, default=1, help="variants that train at a time; their seconds say little then")
-    parser.add_argument("--shards", type=int, default=8, help="processes that evaluate side by side")
+    parser.add_argument("--shards", type=int, default=8, help="processes that sample side by side")
     parser.add_argument("--limit", type=int, help="prompts of each kind")
     parser.add_argument("--override", nargs="*", default=[], metavar="section.key=value", help="for train_drafter.py")
     arguments = parser.parse_args(argv)
