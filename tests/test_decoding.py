@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from common.decoding import sampling
+from common.decoding.fast import FastDecoder
 from common.decoding.speculate import (
     Answer,
     BlockDrafter,
@@ -23,7 +24,8 @@ from common.decoding.speculate import (
     first_difference,
     speculate,
 )
-from common.decoding.target import DecodingTarget, new_cache, tree_mask
+from common.decoding.static import StaticTarget, fuse_norms
+from common.decoding.target import DecodingTarget, keep_rows, new_cache, tree_mask
 from common.errors import UserError
 from common.target.vocabulary import Vocabulary
 
@@ -128,6 +130,48 @@ def test_output_is_the_targets_own_under_random_trees(target):
     """Lost otherwise: losslessness of trees whose accepted path jumps over cache rows."""
     for seed in range(2):
         assert speculate(target, Babbler(seed), PROMPT, (), ANSWER, Chooser()).tokens == plain(target)
+
+
+def test_plain_decoding_in_fixed_shapes_is_plain_decoding(target):
+    """Lost otherwise: the speed that everything is compared with, in families of windows, caps and tied heads; prompts of chunks, too."""
+    fast = FastDecoder(target, None)
+    for prompt in (PROMPT, PROMPT * 12):
+        assert fast.answer(prompt, (), ANSWER).tokens == plain(target, prompt)
+    free = plain(target)
+    assert fast.answer(PROMPT, {free[4]}, ANSWER).tokens == free[: free.index(free[4]) + 1]
+
+
+def test_rows_in_fixed_shapes_are_rows_behind_a_growing_cache(target):
+    """Lost otherwise: trees verified behind the wrong mask. Stale rows of an earlier verification lie behind the context."""
+    static, cache, parents = StaticTarget(target, 64), new_cache(), [0, 0, 1, 1, 2, 5]
+    ancestors = tree_mask(parents, 0)
+    depth, count = torch.tensor([0, 1, 1, 2, 2, 2, 3]), len(parents) + 1
+    for start, rows in ((0, PROMPT), (len(PROMPT), [5, 6, 7, 8, 9, 10, 11])):
+        chain = start == 0
+        R = torch.arange(len(rows))
+        inputs = (R, R[:, None] >= R) if chain else (depth, ancestors)
+        logits, features = static.forward(torch.tensor(rows), torch.tensor([start]), *inputs)
+        expected, expected_features = target.forward(rows, start, cache, None if chain else parents)
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(features, expected_features, atol=1e-4, rtol=1e-4)
+    keep_rows(cache, len(PROMPT), [0, 2, 5, 6])  # the path of root, second child, its child and that one's
+    static.cache.move(len(PROMPT) + torch.tensor([0, 2, 5, 6]), len(PROMPT) + torch.arange(4))
+    after = len(PROMPT) + 4
+    logits, _ = static.forward(torch.tensor([3]), torch.tensor([after]), torch.tensor([0]), torch.ones(1, 1, dtype=torch.bool))
+    torch.testing.assert_close(logits, target.forward([3], after, cache)[0], atol=1e-4, rtol=1e-4)
+    assert count < static.capacity
+
+
+def test_norms_are_fused_only_where_they_are_the_same():
+    """Lost otherwise: right answers, where a family's norm is another (Gemma's weight counts from one)."""
+    for name, good in (("qwen3", True), ("gemma2_window", False)):
+        model = build(name).model
+        ids = torch.tensor([PROMPT])
+        for norm in (m for m in model.modules() if type(m).__name__.endswith("RMSNorm")):
+            norm.weight.data.uniform_(0.5, 1.5)
+        before = model(ids).logits
+        assert bool(fuse_norms(model)) == good
+        torch.testing.assert_close(model(ids).logits, before, atol=1e-4, rtol=1e-4)
 
 
 def test_plain_decoding_is_generates(target):

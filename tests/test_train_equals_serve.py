@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from common import config_reader
 from common.data.store import StoreWriter
+from common.decoding.fast import FastDecoder
 from common.decoding.replay import Replayer
 from common.decoding.speculate import BlockDrafter, Chooser, Proposal, Way, decode, speculate
 from common.decoding.target import DecodingTarget
@@ -192,6 +193,19 @@ def check_evaluation(pair, ways, documents):
             assert (decoded.accepted, decoded.matched, decoded.tried) == (answer.accepted, answer.matched, answer.tried), way
 
 
+def check_fast(pair, documents):
+    """The steps that are recorded on a GPU write and accept what their eager twins do."""
+    for way in (None, Way(BLOCK), Way(BLOCK, 2), Way(BLOCK, 12)):
+        drafter = way and BlockDrafter(pair.learner.model, pair.learner.vocabulary, pair.learner.plan.drafter.mask_token_id, *way)
+        fast = FastDecoder(pair.served, drafter)
+        for prompt, tokens in list(pair.documents())[:documents]:
+            answer = fast.answer(prompt, STOP, LIMIT)
+            assert answer.tokens == tokens
+            if drafter is not None:
+                twin = pair.answer(prompt, drafter)
+                assert (answer.accepted, answer.matched, answer.tried) == (twin.accepted, twin.matched, twin.tried), way
+
+
 def check_export(pair, scratch):
     """The exported files, read as the engines read them, compute the training path's hidden states."""
     learner, plan = pair.learner, pair.learner.plan
@@ -284,6 +298,11 @@ def test_an_evaluation_by_replay_is_real_decoding(pair):
     """Lost otherwise: the figure a drafter is bought for, at every block size and for trees, at a hundredth of the time."""
     ways = [*(Way(size) for size in range(2, BLOCK + 1)), Way(BLOCK, 1), Way(BLOCK, 12), Way(BLOCK - 1, 5)]
     check_evaluation(pair, ways, documents=3)
+
+
+def test_recorded_steps_decode_as_their_eager_twins(pair):
+    """Lost otherwise: every speed that is measured, since it would be another decoding's."""
+    check_fast(pair, documents=2)
 
 
 def test_an_export_read_as_the_engines_read_it_is_the_trained_drafter(pair, tmp_path):

@@ -4,13 +4,13 @@ Legend: B texts of a batch, R rows of a verification, S cached positions, F feat
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from common.decoding.rollback import CROPPED, Rollback
@@ -81,10 +81,25 @@ class DecodingTarget:
             logits, features = (torch.cat(part) for part in zip(*parts, strict=True))
             return logits[-1:] if last_only else logits, features
         depths = range(len(tokens)) if parents is None else tree_depths(parents)
+        return self.run(
+            torch.tensor(tokens, device=self.device),
+            torch.tensor([start + depth for depth in depths], device=self.device),
+            None if parents is None else {kind: tree_mask(parents, start, window).to(self.device) for kind, window in self.windows.items()},
+            cache,
+            last_only,
+        )
+
+    def run(
+        self, ids_R: Tensor, positions_R: Tensor, visible: Mapping[str, Tensor] | None, cache: Cache, last_only: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Run rows behind a cache; `visible`, bool [R, S + R] by layer type, says who sees whom, None that all see what is before them.
+
+        Shapes: logits [R, V] ([1, V] if last_only), features [R, F].
+        """
         output = self.model(
-            input_ids=torch.tensor([tokens], device=self.device),
-            position_ids=torch.tensor([[start + depth for depth in depths]], device=self.device),
-            attention_mask=None if parents is None else self._tree_masks(parents, start),
+            input_ids=ids_R[None],
+            position_ids=positions_R[None],
+            attention_mask=None if visible is None else self._additive(visible),
             use_cache=True,
             logits_to_keep=1 if last_only else 0,
             **{self.cache_argument: cache},
@@ -139,14 +154,12 @@ class DecodingTarget:
         """What the taps gave in the last forward, in their order: [B, R, F]."""
         return torch.cat([self.features[i].to(self.device) for i in sorted(self.features)], dim=-1)
 
-    def _tree_masks(self, parents: Sequence[int], start: int) -> Tensor | dict[str, Tensor]:
+    def _additive(self, visible: Mapping[str, Tensor]) -> Tensor | dict[str, Tensor]:
         """Additive masks [1, 1, R, S + R] by layer type; families with one type take the mask itself."""
         masks: dict[str, Tensor] = {}
-        for layer_type, window in self.windows.items():
-            hidden = ~tree_mask(parents, start, window).to(self.device)[None, None]
-            masks[layer_type] = torch.zeros(hidden.shape, dtype=self.model.dtype, device=self.device).masked_fill_(
-                hidden, torch.finfo(self.model.dtype).min
-            )
+        for kind, seen in visible.items():
+            nothing = torch.zeros(seen.shape, dtype=self.model.dtype, device=self.device)
+            masks[kind] = nothing.masked_fill_(~seen, torch.finfo(self.model.dtype).min)[None, None]
         return masks if len(masks) > 1 else masks.popitem()[1]
 
 

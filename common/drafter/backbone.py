@@ -244,10 +244,10 @@ class Drafter(nn.Module):
         )
         return hidden.unflatten(0, (slots.anchors, -1))
 
-    def new_cache(self) -> Cache:
-        """An empty cache of context keys and values per layer, for `extend` and `draft`."""
-        empty = self.fc.weight.new_empty(0, self.spec.kv_heads, self.spec.head_dim)
-        return [(empty, empty) for _ in self.layers]
+    def new_cache(self, capacity: int = 0) -> Cache:
+        """Context keys and values per layer for `extend` and `draft`: an empty cache that grows, or one of fixed capacity."""
+        empty = self.fc.weight.new_zeros(capacity, self.spec.kv_heads, self.spec.head_dim)
+        return [(empty.clone(), empty.clone()) for _ in self.layers]
 
     @torch.no_grad()
     def extend(self, cache: Cache, features_NF: Tensor, positions_N: Tensor) -> None:
@@ -256,13 +256,24 @@ class Drafter(nn.Module):
             cache[i] = torch.cat((cache[i][0], keys)), torch.cat((cache[i][1], values))
 
     @torch.no_grad()
-    def draft(self, cache: Cache, block_embeddings_KD: Tensor, positions_K: Tensor) -> Tensor:
-        """Hidden states [K, D] of one block behind the cached context. The cache stays as it is: a block leaves no trace."""
-        n, K = len(cache[0][0]), len(positions_K)
-        end = torch.tensor([n], device=positions_K.device)
-        mask_spec = MaskSpec(n, 1, K, self.spec.sliding_causal)
-        sliding = dense_mask(mask_spec, end, end * 0, end == n, self.spec.window) if SLIDING in self.spec.layer_types else None
-        return self._blocks(block_embeddings_KD, positions_K, cache, {FULL: None, SLIDING: sliding}, Slots(1, K))
+    def write(self, cache: Cache, features_NF: Tensor, positions_N: Tensor) -> None:
+        """Write features at their positions into a cache of fixed capacity."""
+        for cached, states in zip(cache, self._contexts(features_NF, positions_N), strict=True):
+            for kept, rows in zip(cached, states, strict=True):
+                kept.index_copy_(0, positions_N, rows)
+
+    @torch.no_grad()
+    def draft(self, cache: Cache, block_embeddings_KD: Tensor, positions_K: Tensor, fixed: bool = False) -> Tensor:
+        """Hidden states [K, D] of one block behind the cached context, which it leaves as it is.
+
+        A cache of `fixed` capacity holds the context up to the block's first position; what lies behind it is not seen.
+        """
+        end, K = positions_K[:1], len(positions_K)
+        mask_spec = MaskSpec(len(cache[0][0]), 1, K, self.spec.sliding_causal)
+        masks: dict[str, Mask] = {FULL: None, SLIDING: None}
+        for kind in {*self.spec.layer_types} if fixed else {*self.spec.layer_types} - {FULL}:
+            masks[kind] = dense_mask(mask_spec, end, end * 0, end >= 0, self.spec.window if kind == SLIDING else None)
+        return self._blocks(block_embeddings_KD, positions_K, cache, masks, Slots(1, K))
 
     def _rope(self, positions_N: Tensor) -> Tensor:
         return rotations(positions_N.float()[:, None] * self.frequencies, self.table_factor)
