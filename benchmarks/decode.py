@@ -1,4 +1,4 @@
-"""Tokens per second of plain decoding, chains and trees, and where a verification's time goes.
+"""Tokens per second of plain decoding, chains and trees, by recorded steps and (with --eager) by their eager twins.
 
     python -m benchmarks.decode --target T --drafter D --prompts P.jsonl
     python -m benchmarks.decode [--tiny]
@@ -10,7 +10,7 @@ which on speculation pays, is a matter of shapes alone.
 import argparse
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from benchmarks import drafter_step, eight_billion, measure
 from common.cli import run_script
 from common.data.chat import Chat, load_tokenizer
 from common.data.prompts import read_questions
+from common.decoding.fast import FastDecoder
 from common.decoding.speculate import Answer, BlockDrafter, Chooser, decode, load_drafter, speculate
 from common.decoding.target import DecodingTarget, load_target
 from common.drafter.backbone import Drafter
@@ -26,7 +27,8 @@ from common.evaluation.report import mean_tau
 from common.target.files import read_spec, resolve
 from common.target.vocabulary import Vocabulary
 
-TREES = (16, 64, 256)
+PLAIN, CHAIN, TREES = -1, 0, (16, 64, 256)
+"""Ways of decoding, by the nodes of their trees."""
 
 
 class Subject(NamedTuple):
@@ -69,10 +71,10 @@ def random(tiny: bool, device: torch.device, dtype: torch.dtype) -> Subject:
     return Subject(target, drafter, eight_billion.random_vocabulary(spec, device, dtype), prompts, ())
 
 
-def run(method: Callable[..., Answer], subject: Subject, new_tokens: int) -> Run:
-    """Answer every prompt by `method(prompt, stop tokens, new tokens, chooser)`, after one that is not timed: kernels load."""
-    method(subject.prompts[0], subject.stop, 4, Chooser())
-    answers = [method(prompt, subject.stop, new_tokens, Chooser()) for prompt in subject.prompts]
+def run(method: Callable[[list[int], int], Answer], subject: Subject, new_tokens: int) -> Run:
+    """Answer every prompt by `method(prompt, new tokens)`, after one that is not timed: kernels load, and are recorded."""
+    method(subject.prompts[0], 4)
+    answers = [method(prompt, new_tokens) for prompt in subject.prompts]
     seconds = sum((answer.seconds for answer in answers), Counter())
     return Run(answers, seconds, sum(len(answer.tokens) for answer in answers))
 
@@ -80,6 +82,7 @@ def run(method: Callable[..., Answer], subject: Subject, new_tokens: int) -> Run
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--eager", action="store_true", help="time the eager twins, too: minutes at the 8B shape")
     parser.add_argument("--target")
     parser.add_argument("--drafter")
     parser.add_argument("--prompts")
@@ -95,34 +98,39 @@ def main(argv: Sequence[str]) -> None:
     shared = dict(
         benchmark="decode", target=asked.target or "random", prompts=len(subject.prompts), dtype=str(dtype).removeprefix("torch.")
     )
-    plain = run(lambda *of: decode(subject.target, *of), subject, new_tokens)
-    plain_ms = 1e3 * plain.seconds["total"] / plain.tokens
-    measure.report(device, **shared, method="plain", tokens=plain.tokens, tokens_per_s=1e3 / plain_ms, tau=1.0)
-    for budget in (None, *TREES):
-        measure.report(device, **shared, **speculation(subject, budget, new_tokens, plain_ms))
+    for steps in ("eager", "recorded") if asked.eager else ("recorded",):
+        plain_ms = 0.0
+        for budget in (PLAIN, CHAIN, *TREES):
+            case = decoding(subject, steps, budget, new_tokens)
+            plain_ms = plain_ms or case["step_ms"]
+            speed = {"break_even_tau": case["step_ms"] / plain_ms, "speedup": (case["tau"] or 1.0) * plain_ms / case["step_ms"]}
+            measure.report(device, **shared, steps=steps, **case, **speed)
 
 
-def speculation(subject: Subject, budget: int | None, new_tokens: int, plain_ms: float) -> dict[str, float | str | None]:
-    """The case of one tree budget (None: chains), against plain decoding's milliseconds a token."""
-    spec = subject.drafter.spec
-    proposer, runs = BlockDrafter(subject.drafter, subject.vocabulary, spec.mask_token_id, spec.block_size, budget), []
-
-    def answer_all() -> None:
-        runs.append(run(lambda *of: speculate(subject.target, proposer, *of), subject, new_tokens))
-
-    peak_gib = measure.peak_gib(answer_all, subject.target.device)
+def decoding(subject: Subject, steps: str, budget: int, new_tokens: int) -> dict[str, Any]:
+    """One way of decoding: tokens a second, the prompt's reading left out, and how long a verification (or a plain token) takes."""
+    spec, runs = subject.drafter.spec, []
+    drafter = None
+    if budget != PLAIN:
+        drafter = BlockDrafter(subject.drafter, subject.vocabulary, spec.mask_token_id, spec.block_size, budget or None)
+    if steps == "recorded":
+        fast = FastDecoder(subject.target, drafter)
+        method = lambda prompt, count: fast.answer(prompt, subject.stop, count)  # noqa: E731
+    elif drafter is None:
+        method = lambda prompt, count: decode(subject.target, prompt, subject.stop, count, Chooser())  # noqa: E731
+    else:
+        method = lambda prompt, count: speculate(subject.target, drafter, prompt, subject.stop, count, Chooser())  # noqa: E731
+    peak_gib = measure.peak_gib(lambda: runs.append(run(method, subject, new_tokens)), subject.target.device)
     answers, seconds, tokens = runs[0]
-    verifications = sum(len(answer.accepted) for answer in answers)
-    draft_ms, verify_ms = (1e3 * seconds[part] / verifications for part in ("draft", "verify"))
+    writing_s = seconds["total"] - seconds["prefill"]
+    rounds = tokens - len(answers) if drafter is None else sum(len(answer.accepted) for answer in answers)
     return {
-        "method": "chain" if budget is None else f"tree of {budget}",
+        "method": {PLAIN: "plain", CHAIN: "chain"}.get(budget, f"tree of {budget}"),
         "tokens": tokens,
-        "tokens_per_s": tokens / seconds["total"],
-        "tau": mean_tau(answer.accepted for answer in answers),
-        "speedup": plain_ms / (1e3 * seconds["total"] / tokens),
-        "draft_ms": draft_ms,
-        "verify_ms": verify_ms,
-        "break_even_tau": (draft_ms + verify_ms) / plain_ms,
+        "tokens_per_s": (tokens - len(answers)) / writing_s,
+        "prefill_ms": 1e3 * seconds["prefill"] / len(answers),
+        "tau": mean_tau(answer.accepted for answer in answers) if drafter else 1.0,
+        "step_ms": 1e3 * writing_s / rounds,
         "peak_gib": peak_gib,
     }
 

@@ -84,9 +84,11 @@ def test_decode_times_every_way_of_decoding(weights, tiny_target, tiny_preset, t
             assert job.wait() == [0], job.output[-4000:]
         (tmp_path / "prompts.jsonl").write_text('{"prompt": "count 7"}\n{"prompt": "count 30"}\n')
         folders = ["--target", tiny_target, "--drafter", tmp_path / "run/export/latest", "--prompts", tmp_path / "prompts.jsonl"]
-    cases = cases_of("decode", "--tiny", *folders)
-    assert [case["method"] for case in cases] == ["plain", "chain", "tree of 16", "tree of 64", "tree of 256"]
-    assert all(case["break_even_tau"] > 0 and case["tokens"] == cases[0]["tokens"] for case in cases[1:])
+    cases = cases_of("decode", "--tiny", "--eager", *folders)
+    assert [case["method"] for case in cases] == 2 * ["plain", "chain", "tree of 16", "tree of 64", "tree of 256"]
+    assert all(case["break_even_tau"] > 0 and case["tokens"] == cases[0]["tokens"] for case in cases)
+    eager, recorded = cases[:5], cases[5:]
+    assert [case["tau"] for case in eager] == [case["tau"] for case in recorded]
 
 
 def modes_are_forked(rank):

@@ -209,7 +209,8 @@ def decode(target: DecodingTarget, prompt: list[int], stop: Collection[int], max
         start += len(rows)
         answer.tokens += choose(logits, [start])
         rows = answer.tokens[-1:]
-    lap(answer.seconds, "total")
+        lap(answer.seconds, "write" if start > len(prompt) else "prefill")
+    answer.seconds["total"] = sum(answer.seconds.values())
     return answer
 
 

@@ -3,7 +3,7 @@
 Eager transformers keep a GPU waiting for the host: at the 8B shape for nine tenths of the time. A recorded graph has no host in it, but its
 shapes and addresses never change. So rows are written where they belong in buffers of `capacity` positions, and masks say what is seen.
 
-Legend: R rows of a forward, S capacity, H heads of queries, G of keys and values, C channels of a head, F features of a position,
+Legend: B texts, R rows of a forward, S capacity, H heads of queries, G of keys and values, C channels of a head, F features of a position,
 V vocabulary.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, Cache, PreTrainedModel
+from transformers import AttentionInterface, Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from common.decoding.target import DecodingTarget
@@ -119,18 +119,18 @@ def grouped_attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention interface for few rows over many keys: each key is read once for all heads of its group.
 
-    Shapes: query [1, H, R, C], key [1, G, S, C], value [1, G, S, C'], mask additive [1, 1, R, S] -> [1, R, H, C'].
+    Shapes: query [B, H, R, C], key [B, G, S, C], value [B, G, S, C'], mask additive [1, 1, R, S] -> [B, R, H, C'].
     """
-    _, heads, rows, channels = query.shape
+    batch, heads, rows, channels = query.shape
     groups, wide = key.shape[1], torch.promote_types(query.dtype, torch.float32)
-    query_GRC = query[0].reshape(groups, heads // groups * rows, channels)
-    scores = (query_GRC @ key[0].transpose(1, 2)).to(wide) * (channels**-0.5 if scaling is None else scaling)
+    grouped = query.reshape(batch, groups, heads // groups * rows, channels)  # the heads of a group below each other
+    scores = (grouped @ key.transpose(2, 3)).to(wide) * (channels**-0.5 if scaling is None else scaling)
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-    scores_HRS = scores.view(heads, rows, -1) + attention_mask[0]
+    scores_BHRS = scores.view(batch, heads, rows, -1) + attention_mask
     if s_aux is not None:
-        scores_HRS = torch.cat((scores_HRS, s_aux.to(wide)[:, None, None].expand(-1, rows, 1)), dim=-1)
-    shares_GRS = scores_HRS.softmax(-1)[..., : key.shape[2]].to(value.dtype).reshape(groups, heads // groups * rows, -1)
-    return (shares_GRS @ value[0]).view(heads, rows, -1).transpose(0, 1)[None], None
+        scores_BHRS = torch.cat((scores_BHRS, s_aux.to(wide)[:, None, None].expand(batch, -1, rows, 1)), dim=-1)
+    shares = scores_BHRS.softmax(-1)[..., : key.shape[2]].to(value.dtype).reshape(*grouped.shape[:3], -1)
+    return (shares @ value).view(batch, heads, rows, -1).transpose(1, 2), None
 
 
 def fuse_norms(model: nn.Module) -> int:
@@ -179,6 +179,8 @@ class Recorded:
         self.function()
 
 
-def records(model: PreTrainedModel) -> bool:
-    """Whether a model's forward has no step that depends on data, by its family's own word."""
-    return getattr(model, "_can_compile_fullgraph", False)
+def records(target: DecodingTarget) -> bool:
+    """Whether a target's forward can be recorded: keys and values a position, on one device, no step that depends on data (by its family's
+    own word)."""
+    on_one_device = len({parameter.device for parameter in target.model.parameters()}) == 1
+    return bool(target.windows) and on_one_device and getattr(target.model, "_can_compile_fullgraph", False)

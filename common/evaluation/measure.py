@@ -1,15 +1,19 @@
 """How an evaluation gets its numbers: by replay of answers that are written first, or by real decoding."""
 
 import functools
+import sys
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from common.data.prompts import Question
+from common.decoding.fast import FastDecoder
 from common.decoding.replay import Replayer
 from common.decoding.sampling import speculate_sampled
-from common.decoding.speculate import Answer, Chooser, Way, decode, first_difference, speculate
+from common.decoding.speculate import Answer, BlockDrafter, Chooser, Way, decode, first_difference, speculate
+from common.decoding.static import records
+from common.errors import UserError
 from common.evaluation.asking import Asking, Method, Turn
 from common.evaluation.subject import Subject
 from common.generation.backends import Backend, Request
@@ -104,18 +108,35 @@ def _methods(
     subject: Subject, ways: Sequence[Way], compare: bool, first: Request, temperature: float = 0.0, sampled: bool = False
 ) -> list[Method]:
     """Each way of decoding, plain decoding last where it is compared with; `first` is answered untimed, so that kernels are loaded."""
+    drafters: list[BlockDrafter | None] = [subject.block_drafter(way) for way in ways]
+    methods = []
+    for drafter in drafters + [None] * compare:
+        recorded = None if temperature else _recorded(subject, drafter, first)
+        methods.append(recorded or _eager(subject, drafter, first, temperature, sampled))
+    return methods
+
+
+def _recorded(subject: Subject, drafter: BlockDrafter | None, first: Request) -> Method | None:
+    """Greedy decoding by recorded steps, on a GPU and for a target that can be recorded."""
+    if subject.target.device.type != "cuda" or not records(subject.target):
+        return None
+    fast = FastDecoder(subject.target, drafter)
+    try:
+        fast.answer(list(first.prompt), first.stop_ids, 8)
+    except (RuntimeError, UserError) as error:  # the code of any family runs here
+        family = subject.asked.spec.model_type
+        print(f"decoding eagerly, since {family} cannot be recorded: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+        return None
+    return lambda request: fast.answer(list(request.prompt), request.stop_ids, request.sampling.max_tokens)
+
+
+def _eager(subject: Subject, drafter: BlockDrafter | None, first: Request, temperature: float, sampled: bool) -> Method:
     how = speculate_sampled if sampled else speculate
-    decoders: list[Callable[..., Answer]] = [functools.partial(how, subject.target, subject.block_drafter(way)) for way in ways]
-    decoders += [functools.partial(decode, subject.target)] if compare else []
-
-    def method(decoder: Callable[..., Answer]) -> Method:
-        return lambda request: decoder(
-            list(request.prompt), request.stop_ids, request.sampling.max_tokens, Chooser(temperature, request.seed)
-        )
-
-    for decoder in decoders:
-        decoder(list(first.prompt), first.stop_ids, 8, Chooser(temperature))
-    return [method(decoder) for decoder in decoders]
+    decoder: Callable[..., Answer] = functools.partial(decode, subject.target)
+    if drafter is not None:
+        decoder = functools.partial(how, subject.target, drafter)
+    decoder(list(first.prompt), first.stop_ids, 8, Chooser(temperature))
+    return lambda request: decoder(list(request.prompt), request.stop_ids, request.sampling.max_tokens, Chooser(temperature, request.seed))
 
 
 def differences(
