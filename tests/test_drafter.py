@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import build_target
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, CohereConfig, Gemma3TextConfig, Olmo2Config, Phi3Config
 
 from common.config import DrafterConfig
 from common.drafter import backbone, block_mask, export, rope, spec
@@ -18,7 +19,7 @@ from common.errors import UserError
 from common.families import __main__
 from common.families.dflash import DFlash
 from common.families.registry import check, load_exported, resolve_spec
-from common.families.start import make_drafter
+from common.families.start import make_drafter, target_layer_sources
 from common.target.files import read_spec
 
 SHAPE = {"layers": 2, "block_size": 4, "taps": [0, 2], "dtype": "float32"}
@@ -281,6 +282,50 @@ def test_init_from_the_targets_tapped_layers(tiny_target):
         for name in ("self_attn.k_proj", "self_attn.q_norm", "mlp.up_proj", "input_layernorm"):
             assert torch.equal(parts[f"layers.{layer}.{name}.weight"], target[f"model.layers.{tap}.{name}.weight"])
     assert torch.equal(parts["norm.weight"], target["model.norm.weight"])
+
+
+SMALL_FAMILY = dict(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+    max_position_embeddings=64, pad_token_id=None, bos_token_id=None, eos_token_id=1,
+)  # fmt: skip
+FROM_LAYERS = {  # family: tensors copied of 23, and where some come from: (name, rows, offset), None for none
+    "gemma3": (Gemma3TextConfig, 23, {
+        "input_layernorm": ("input_layernorm", slice(None), 1.0),
+        "post_attention_layernorm": ("pre_feedforward_layernorm", slice(None), 1.0),
+        "self_attn.q_norm": ("self_attn.q_norm", slice(None), 1.0),
+    }),
+    "phi3": (Phi3Config, 19, {
+        "self_attn.k_proj": ("self_attn.qkv_proj", slice(32, 48), 0.0),
+        "mlp.up_proj": ("mlp.gate_up_proj", slice(48, 96), 0.0),
+        "self_attn.q_norm": None,
+    }),
+    "olmo2": (Olmo2Config, 15, {"input_layernorm": None, "post_attention_layernorm": None, "self_attn.q_norm": None}),
+    "cohere": (CohereConfig, 10, {"input_layernorm": None, "self_attn.q_proj": None, "mlp.down_proj": ("mlp.down_proj", slice(None), 0.0)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FROM_LAYERS)
+def test_a_part_starts_from_what_has_its_role_in_the_target_or_from_nothing(tmp_path, family):
+    """Names alone would start Gemma's norms at zero, take the norm behind attention for the one before the MLP, and leave Phi-3's
+    projections random without a word."""
+    kind, count, expected = FROM_LAYERS[family]
+    target = AutoModelForCausalLM.from_config(kind(**SMALL_FAMILY))
+    with torch.no_grad():
+        for parameter in target.parameters():
+            parameter.uniform_(-1, 1)
+    target.save_pretrained(tmp_path)
+    config = DrafterConfig(**SHAPE | {"mask_token": 60}, init="target_layers")
+    spec = resolve_spec(config, read_spec(tmp_path), tmp_path)
+    sources = target_layer_sources(spec, tmp_path)
+    assert (sum(source is not None for source in sources.values()), len(sources)) == (count, 23)
+    model, saved = make_drafter(config, spec, tmp_path, "cpu", 0), load_file(tmp_path / "model.safetensors")
+    parts = export.split(model.spec, model.state_dict())
+    for name, source in expected.items():
+        for layer, tap in enumerate(spec.taps):
+            assert (sources[f"layers.{layer}.{name}.weight"] is None) == (source is None)
+            if source is not None:
+                tensor, rows, offset = source
+                assert torch.equal(parts[f"layers.{layer}.{name}.weight"], saved[f"model.layers.{tap}.{tensor}.weight"][rows] + offset)
 
 
 def test_equal_seeds_start_equal_replicas(tiny_target):

@@ -12,9 +12,17 @@ from common.drafter.spec import DrafterSpec
 from common.families.family import DrafterFamily
 from common.families.registry import FAMILIES, FROM_SCRATCH, load_exported
 from common.target.files import Tensors
+from common.target.roles import LAST, Roles, Source
 
 
-def make_drafter(config: DrafterConfig, spec: DrafterSpec, target_folder: str | Path, device: torch.device | str, seed: int) -> Drafter:
+def make_drafter(
+    config: DrafterConfig,
+    spec: DrafterSpec,
+    target_folder: str | Path,
+    device: torch.device | str,
+    seed: int,
+    trust_remote_code: bool = False,
+) -> Drafter:
     """A drafter with its first weights, as `config` (the `drafter` section) asks: equal for equal seeds, on every device.
 
     Raises: UserError if the weights to start from do not fit.
@@ -27,7 +35,7 @@ def make_drafter(config: DrafterConfig, spec: DrafterSpec, target_folder: str | 
     if found is not None:
         drafter.load_state_dict(tensors, strict=found.family == spec.family)
     if config.init == "target_layers":
-        _copy_target_layers(drafter, Tensors(target_folder))
+        _copy_target_layers(drafter, target_folder, trust_remote_code)
     if config.zero_features:
         torch.nn.init.zeros_(drafter.fc.weight)  # without features it gets no gradient: the drafter that is served sees none either
     return drafter
@@ -42,17 +50,20 @@ def _draw(drafter: Drafter, family: DrafterFamily, generator: torch.Generator) -
         parameter.copy_(value)
 
 
+def target_layer_sources(spec: DrafterSpec, folder: str | Path, trust_remote_code: bool = False) -> dict[str, Source | None]:
+    """For each part of a drafter's layers, and its last norm, the target's weights of the same role; None where there are none."""
+    parts = split(spec, FAMILIES[spec.family].build(spec, torch.bfloat16, "meta").state_dict())
+    shapes = {re.sub(r"^layers\.\d+\.", "", name): tuple(part.shape) for name, part in parts.items()}
+    roles, depth = Roles(folder, trust_remote_code), [spec.taps[min(i, len(spec.taps) - 1)] for i in range(spec.layers)]
+    named = ((name, re.fullmatch(r"layers\.(\d+)\.(.*)", name)) for name in parts)
+    sources = {name: roles.source(layer[2], depth[int(layer[1])], shapes) for name, layer in named if layer is not None}
+    return sources | {LAST: roles.source(LAST, 0, shapes)}
+
+
 @torch.no_grad()
-def _copy_target_layers(drafter: Drafter, tensors: Tensors) -> None:
-    """Start each layer (and the last norm) from the target's tapped layer, wherever name and shape agree."""
-    spec, names = drafter.spec, tensors.names()
-    parts = split(spec, drafter.state_dict())  # views: what is copied into them arrives in the drafter
-    depth = [spec.taps[min(i, len(spec.taps) - 1)] for i in range(spec.layers)]
-    for name, part in parts.items():
-        if (layer := re.match(r"layers\.(\d+)\.", name)) is not None:
-            name = f"layers.{depth[int(layer[1])]}.{name[layer.end() :]}"
-        elif name != "norm.weight":
-            continue
-        source = next((n for n in names if re.fullmatch(rf"((language_)?model\.)*{re.escape(name)}", n)), None)
-        if source is not None and tensors.shape(source) == tuple(part.shape):
-            part.copy_(tensors.load(source))
+def _copy_target_layers(drafter: Drafter, folder: str | Path, trust_remote_code: bool) -> None:
+    """Start each layer and the last norm from the target's tapped layer, wherever role and shape agree."""
+    parts, tensors = split(drafter.spec, drafter.state_dict()), Tensors(folder)  # views: what is copied into them arrives in the drafter
+    for name, source in target_layer_sources(drafter.spec, folder, trust_remote_code).items():
+        if source is not None:
+            parts[name].copy_(source.load(tensors))

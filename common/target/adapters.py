@@ -50,7 +50,7 @@ def vocabulary_rules(folder: Path, trust_remote_code: bool = False) -> Vocabular
 
     Raises: UserError where more is done to embeddings or logits than a scale and a cap, which the drafter would not learn.
     """
-    model = _miniature(folder, trust_remote_code)
+    model = miniature(folder, trust_remote_code)
     head: Any = model.get_output_embeddings()
     embedding: Any = model.get_input_embeddings().weight
     generator = torch.Generator().manual_seed(0)
@@ -137,7 +137,7 @@ def _is_setting(key: str, value: Any) -> bool:
     return isinstance(value, (bool, int, float, str, type(None))) and not key.startswith("__") and key not in LAYER_INDICES
 
 
-def _miniature(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
+def miniature(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
     """The target's own classes at one layer and a few rows, in float32. What it is, is unchanged: its width, its multipliers, its norms."""
     try:
         config = first_layer_only(AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code))

@@ -2,6 +2,7 @@
 
 from common.distributed.layout import DRAFTER, TARGET, Layout
 from common.families.registry import FAMILIES
+from common.families.start import target_layer_sources
 from common.target.meta import UnknownSize
 from common.training import costs
 from common.training.plan import RunPlan
@@ -22,6 +23,7 @@ def describe(plan: RunPlan, layout: Layout) -> str:
             f"steps    {schedule.steps:,} of {schedule.step_packets} packets, up to {plan.anchors} blocks each; "
             f"per epoch {schedule.steps_per_epoch:,}",
             *_left_out(plan),
+            *_copied(plan),
             *_costs(plan, layout),
         ]
     )
@@ -31,6 +33,15 @@ def _left_out(plan: RunPlan) -> list[str]:
     if FAMILIES[plan.drafter.family].teaches == "nothing" or plan.config.objective.teacher:
         return []
     return [f"loss     of {plan.drafter.family} without the target's distribution (objective.teacher=false): its other terms alone"]
+
+
+def _copied(plan: RunPlan) -> list[str]:
+    if plan.config.drafter.init != "target_layers":
+        return []
+    sources = target_layer_sources(plan.drafter, plan.folder, plan.config.target.trust_remote_code)
+    random = sorted({name.split(".", 2)[-1] for name, source in sources.items() if source is None})
+    copied = sum(source is not None for source in sources.values())
+    return [f"start    copied {copied} of {len(sources)} tensors of the target's layers" + (f"; not {', '.join(random)}" if random else "")]
 
 
 def _costs(plan: RunPlan, layout: Layout) -> list[str]:

@@ -35,7 +35,7 @@ class Learner:
 
     def __init__(self, plan: RunPlan, device: torch.device, vocabulary: Vocabulary | None = None):
         self.plan, self.device, config = plan, device, plan.config
-        self.model = make_drafter(config.drafter, plan.drafter, plan.folder, device, config.seed)
+        self.model = make_drafter(config.drafter, plan.drafter, plan.folder, device, config.seed, config.target.trust_remote_code)
         self.optimizer = Optimizer(
             self.model.named_parameters(),
             config.optim,
