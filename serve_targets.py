@@ -41,6 +41,8 @@ class Server:
         options = chosen.execution, stage.final_hidden, chosen.compile, plan.row_documents, stage.layers
         self.target = Target(model, stage.taps, *options)
         context.tell_chain("ways", self.target.exact_ways)
+        if self.target.fallbacks and (context.index, context.stage) == (0, 0):
+            print(f"target   its documents run {self.target.exact_ways[0].execution}: {'; '.join(self.target.fallbacks)}", flush=True)
         self._busy = DeviceClock(context.device)
         self._blocked_s = 0.0
 
@@ -67,13 +69,14 @@ class Server:
             buffer.message.pass_on(before.message, *self._capture(before.row, buffer.features, before.features))
             upstream.release(before)
 
-    def _capture(self, row: Row, out: torch.Tensor, before: torch.Tensor | None) -> tuple[int, int]:
-        """Capture, and tell for how long this rank computed and was kept waiting since it was last asked: in microseconds."""
+    def _capture(self, row: Row, out: torch.Tensor, before: torch.Tensor | None) -> tuple[int, int, int]:
+        """Capture, and tell for how long this rank computed and was kept waiting since it was last asked, in microseconds, and how many
+        faster ways it cannot take."""
         with self._busy:
             self.target.capture(row, out, before)
         busy_us, blocked_us = round(1e6 * self._busy.take_seconds()), round(1e6 * self._blocked_s)
         self._blocked_s = 0.0
-        return busy_us, blocked_us
+        return busy_us, blocked_us, len(self.target.fallbacks)
 
     def run(self) -> None:
         """Serve until the schedule ends or a drafter stops."""

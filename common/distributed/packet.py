@@ -28,6 +28,7 @@ HEADER = (
     "checksum",
     "busy_us",
     "blocked_us",
+    "fallbacks",
 )
 HEADER_BYTES = 16 * 8
 HOST = torch.device("cpu")
@@ -50,8 +51,11 @@ class HostMessage:
         self.document_start = self.payload[4 * T : 8 * T].view(np.int32)
         self.loss_mask = self.payload[8 * T :]
 
-    def write(self, row: Row, assignment: Assignment, epoch: int, row_index: int, busy_us: int = 0, blocked_us: int = 0) -> None:
-        """Fill the message: a row, which packet it is, and for how long its target computed and was kept waiting."""
+    def write(
+        self, row: Row, assignment: Assignment, epoch: int, row_index: int, busy_us: int = 0, blocked_us: int = 0, fallbacks: int = 0
+    ) -> None:
+        """Fill the message: a row, which packet it is, for how long its target computed and was kept waiting, and how many faster ways
+        it cannot take."""
         self.tokens[:], self.document_start[:], self.loss_mask[:] = row.tokens, row.document_start, row.loss_mask
         values = (
             MAGIC,
@@ -66,16 +70,17 @@ class HostMessage:
             row.documents,
         )
         self.header[: len(values)] = values
-        self._seal(busy_us, blocked_us)
+        self._seal(busy_us, blocked_us, fallbacks)
 
-    def pass_on(self, other: "HostMessage", busy_us: int, blocked_us: int) -> None:
-        """Fill the message with another stage's, and add for how long this one computed and was kept waiting."""
+    def pass_on(self, other: "HostMessage", busy_us: int, blocked_us: int, fallbacks: int) -> None:
+        """Fill the message with another stage's, and add this one's times; ways that any stage cannot take are none of the chain's."""
         self.buffer.copy_(other.buffer)
-        self._seal(other.get("busy_us") + busy_us, other.get("blocked_us") + blocked_us)
+        self._seal(other.get("busy_us") + busy_us, other.get("blocked_us") + blocked_us, max(other.get("fallbacks"), fallbacks))
 
-    def _seal(self, busy_us: int, blocked_us: int) -> None:
+    def _seal(self, busy_us: int, blocked_us: int, fallbacks: int) -> None:
         self.set("busy_us", busy_us)
         self.set("blocked_us", blocked_us)
+        self.set("fallbacks", fallbacks)
         self.set("checksum", self._checksum())
 
     def _checksum(self) -> int:

@@ -40,6 +40,21 @@ def check_tiles(spec: MaskSpec, device: torch.device) -> None:
             raise UserError(f"{key}={value} does not fill the attention's tiles of {TILE} on CUDA; use a multiple of {unit}: {advice}")
 
 
+def slow_path(spec: MaskSpec, heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why attention on CUDA is not that of the kernels made for it, if so; `heads` are query heads, key heads and their size."""
+    if device.type != "cuda":
+        return None
+    H, G, d = heads
+    if TILE % spec.block_size:
+        return f"its attention is dense: blocks of {spec.block_size} do not fill tiles of {TILE}"
+    nothing = torch.empty(1, 1, 1, dtype=dtype, device=device)
+    if attention_kernel.fits(nothing.expand(spec.anchors * spec.block_size, H, d), nothing.expand(spec.row_tokens, G, d), spec.block_size):
+        return None
+    return (
+        f"its attention is torch's FlexAttention: heads of {d}, {H} over {G}, and blocks of {spec.block_size} have no kernel of their own"
+    )
+
+
 class SparseMask(NamedTuple):
     """What the kernels on CUDA need of a packet's mask, for layers with one window."""
 

@@ -49,6 +49,9 @@ class Learner:
         spec = plan.drafter
         self.spec = attention.MaskSpec(plan.shape.row_tokens, plan.anchors, spec.block_size, spec.sliding_causal)
         attention.check_tiles(self.spec, device)
+        self.slow_path = attention.slow_path(
+            self.spec, (spec.heads, spec.kv_heads, spec.head_dim), getattr(torch, config.drafter.dtype), device
+        )
         self._taps_width = len(plan.drafter.taps) * plan.target.hidden_size
         sources = [f"tap {tap}" for tap in plan.drafter.taps] + ["final hidden state"] * plan.final_hidden
         self.faults = Faults(sources, device)

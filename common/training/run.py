@@ -36,6 +36,7 @@ class Run:
         self.clock = RunClock(context.device, plan.schedule, plan.config.checkpoint.every)
         self._peak_flop_per_s = peak_flop_per_s(context.device, plan.config.drafter.dtype)
         self._log: Log | None = None
+        self._fallbacks = 0
         self._said_slow_stop = False
         self._tokens_before = 0  # all drafters' until this start
         self._tokens_since = 0  # this drafter's since
@@ -51,6 +52,8 @@ class Run:
             self.directory.rewind_log(step)
             text = config_reader.to_yaml(self.plan.config)
             self.directory.write_config(text)
+            if self.learner.slow_path is not None:
+                print(f"drafter  {self.learner.slow_path}", flush=True)
             if (compiled := self.kernel_counters())["kernels/compiles"]:
                 print("{kernels/compiles} kernels compiled in {kernels/compile_s:.0f} s".format(**compiled), flush=True)
             self._log = Log(self.directory, step + 1, self.plan.schedule.steps, self.plan.config.log.tensorboard, text)
@@ -90,6 +93,7 @@ class Run:
             self._tokens_since += message.get("valid")
         self._blocked_s += message.get("blocked_us") / 1e6
         self._busy_s += message.get("busy_us") / 1e6
+        self._fallbacks = message.get("fallbacks") + (self.learner.slow_path is not None)
 
     @staticmethod
     def kernel_counters() -> dict[str, float]:
@@ -107,7 +111,8 @@ class Run:
         """What happened since the last call as (sum, count) pairs, so that summing over drafters gives the whole job's rates.
 
         `tokens_per_s` and `mfu` (useful arithmetic of a drafter's device against its peak, see costs.DrafterFlop) are of training alone;
-        the shares of the workers' time are of all time, with validations and checkpoints.
+        the shares of the workers' time are of all time, with validations and checkpoints; `fallbacks` counts the faster ways that target
+        and drafter cannot take.
         """
         training_s, all_s = self.clock.lap()
         layout, drafters = self.context.layout, self.context.comm.size
@@ -119,6 +124,7 @@ class Run:
             "target_blocked": (self._blocked_s, all_s * targets / drafters),
             "wait_share": (wait_s, all_s),
             "drafter_busy": (max(all_s - wait_s, 0.0), all_s),
+            "fallbacks": (self._fallbacks, 1),
         }
         if self._peak_flop_per_s is not None:
             pairs |= {"mfu": (self.learner.take_useful_flop() / self._peak_flop_per_s, training_s)}
