@@ -84,6 +84,8 @@ class DrafterConfig:
     """`full_attention` or `sliding_attention` per layer; default: all full."""
     window: Annotated[int, Bounds(least=1, most=10**7)] | None = None
     """Positions that a sliding layer sees."""
+    rope: Literal["auto", "own"] = "auto"
+    """Rotary embedding: `auto` takes the target's frequencies where all engines make one table of them, `own` plain ones at its theta."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute type; masters and moments are float32 in any case."""
     init: str = "random"

@@ -255,9 +255,10 @@ def test_a_hostile_store_index_is_an_error(tiny_store, tmp_path):
             TokenStore.open(folder)
 
 
-def test_a_preset_s_heldout_store_of_another_target_is_named(tiny_target, tiny_store, tmp_path):
-    """Who overrides target and data of the quickstart is told to pack a store again that is none of theirs."""
-    output = output_of([f"target.path={tiny_target}", f"data.path={tiny_store}", "drafter.mask_token=auto", f"log.dir={tmp_path}/run"])
+def test_a_heldout_store_of_another_target_is_named(tiny_target, tiny_store, tmp_path):
+    """Who is only told to pack a store again does not know which, and may have named another target's."""
+    mine = [f"target.path={tiny_target}", f"data.path={tiny_store}", "drafter.mask_token=auto", f"log.dir={tmp_path}/run"]
+    output = output_of([*mine, "validation.path=launch/quickstart/heldout"])
     assert "validation.path=launch/quickstart/heldout" in output and "write validation.path=auto" in output
     assert f"({tiny_store}-heldout" in output and "validation.path=null" in output
 

@@ -128,3 +128,13 @@ def test_a_config_comes_back_from_its_yaml():
     """config.yaml and the checkpoint's config are what a resume is compared with."""
     config = load(None, ["optim.lr=1e-3", "drafter.layer_types=[full_attention,sliding_attention]", "drafter.window=64"])
     assert to_dict(from_dict(yaml.safe_load(to_yaml(config)))) == to_dict(config)
+
+
+def test_held_out_conversations_follow_the_data():
+    """Another target's data on the quickstart's preset was refused for a held-out store that the user had never heard of."""
+    mine = ("target.path=a", "data.path=b")
+    assert load(None).validation.path == load(None, ["data.path=launch/quickstart/train"]).validation.path == "launch/quickstart/heldout"
+    assert load(None, mine).validation.path == "auto"
+    for named in ("mine", "null"):
+        assert load(None, [*mine, f"validation.path={named}"]).validation.path == (None if named == "null" else named)
+        assert load(None, [f"validation.path={named}", *mine]).validation.path != "auto"

@@ -354,7 +354,7 @@ def resolve(target, used_ids=(), **changes):
         ({"mask_token": 258}, "mask_token=258 is the target's token for the end of a text"),
         ({"mask_token": 256}, "mask_token=256 is the tokenizer's padding"),
         ({"mask_token": 272}, r"mask_token=272 is no row .*0\.\.271"),
-        ({"mask_token": "<|nothing|>"}, "is not an added token"),
+        ({"mask_token": "<|nothing|>"}, "is no token of the target's tokenizer.*mask_token=auto"),
         ({"mask_token": "<|im_start|>", "used_ids": [257]}, "occurs in the data"),
         ({"heads": 3, "kv_heads": 2}, "must be a multiple"),
         ({"layer_types": [SLIDING, FULL], "window": 3}, "shorter than a block"),
@@ -363,6 +363,16 @@ def resolve(target, used_ids=(), **changes):
 def test_what_cannot_be_trained_or_served_is_refused(tiny_target, changes, words):
     with pytest.raises(UserError, match=words):
         resolve(tiny_target, **changes)
+
+
+def test_any_token_of_the_vocabulary_may_be_named(tiny_target):
+    """A GGUF's unused tokens are no added tokens, and a user knows them by name: as the vocabulary spells it, or as it is read."""
+    names = json.loads((tiny_target / "tokenizer.json").read_text())["model"]["vocab"]
+    assert resolve(tiny_target, mask_token="~").mask_token_id == names["~"]
+    assert resolve(tiny_target, mask_token=" ").mask_token_id == resolve(tiny_target, mask_token="Ġ").mask_token_id == names["Ġ"]
+    assert resolve(tiny_target, mask_token="<|im_start|>").mask_token_id == 257
+    with pytest.raises(UserError, match="mask_token=~ occurs in the data"):
+        resolve(tiny_target, mask_token="~", used_ids=[names["~"]])
 
 
 def test_the_start_of_a_text_is_no_mask_token(tiny_target):

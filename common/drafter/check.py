@@ -87,7 +87,7 @@ def engine_notes(config: Mapping[str, Any], spec: DrafterSpec, target: TargetSpe
         "Markov head": "markov_rank" in config,
         "narrow for its candidates": spec.hidden_size < candidates * (candidates + 1),
         "last layer tapped": target.layers - 1 in spec.taps,
-        "scaled embedding": target.vocabulary.embedding_scale != 1.0,
+        "scaled embedding": spec.embedding_scale != 1.0,
         "not bfloat16": dtype != "bfloat16",
         "features not bfloat16": feature_dtype != "bfloat16",
     }

@@ -10,6 +10,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,10 @@ TARGETS_OWN = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight
 
 OF_A_LAYER = re.compile(r"(layers\.\d+\.)(.+)(\.weight|\.bias)")
 """A layer of the backbone, the module in it, and which of its tensors."""
+
+
+ADDED = re.compile(r"layers\.\d+\.(self_attn\.o_proj|mlp\.down_proj)\.(weight|bias)")
+"""What a layer adds to the residual stream by."""
 
 
 def _fused(spec: DrafterSpec) -> dict[str, dict[str, int]]:
@@ -67,6 +72,19 @@ def fuse(spec: DrafterSpec, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return tensors
 
 
+def unscaled(spec: DrafterSpec, tensors: Mapping[str, Tensor]) -> tuple[DrafterSpec, dict[str, Tensor]]:
+    """The same drafter on embeddings that are not scaled, as the engines' plain class feeds it.
+
+    With the scale s, what enters the residual stream is s times smaller, so what is added to it is divided by s, and norms that must not
+    notice add s * s times less. Source: a residual stream behind norms is known but for its scale.
+    """
+    scale = spec.embedding_scale
+    if scale == 1.0:
+        return spec, dict(tensors)
+    written = {name: tensor / scale if ADDED.search(name) else tensor for name, tensor in tensors.items()}
+    return replace(spec, embedding_scale=1.0, rms_norm_eps=spec.rms_norm_eps / scale**2), written
+
+
 def exported_config(spec: DrafterSpec, target: TargetSpec, architecture: str, dtype: str, feature_dtype: str) -> dict[str, Any]:
     """config.json of the exported form.
 
@@ -74,7 +92,7 @@ def exported_config(spec: DrafterSpec, target: TargetSpec, architecture: str, dt
     trained on, as names.
     """
     rules = target.vocabulary
-    scaled = {} if rules.embedding_scale == 1.0 else {"input_embedding_scale": rules.embedding_scale}
+    scaled = {} if spec.embedding_scale == 1.0 else {"input_embedding_scale": spec.embedding_scale}
     capped = {} if rules.logit_softcap is None else {"final_logit_softcapping": rules.logit_softcap}
     rope = {"rope_type": "default", **(spec.rope_scaling or {}), "rope_theta": spec.rope_theta}
     causal = {kind == SLIDING and spec.sliding_causal for kind in spec.layer_types}  # one word for all layers, or none: then by their types
@@ -137,8 +155,11 @@ def read_spec(folder: str | Path, config: Mapping[str, Any], family: str, option
         depth = number(config, "num_target_layers", most=1000) if given_depth else None
         if config.get("rope_theta") is not None:  # engines read it beside rope_parameters, too
             number(config, "rope_theta", float)
-        rope = rope or {"rope_theta": config["rope_theta"], **scaling}
-        scaling = {k: v for k, v in rope.items() if k != "rope_theta"}
+        rope = rope or scaling
+        rope = rope if "rope_theta" in rope else rope | {"rope_theta": config["rope_theta"]}
+        if rope.get("partial_rotary_factor") not in (None, 1.0):
+            raise UserError(f"{folder} rotates a share of each head ({rope['partial_rotary_factor']}), which engines do not read alike")
+        kind, scaling = rope_kind(rope), {k: v for k, v in rope.items() if k not in ("rope_theta", "rope_type", "type")}
         eos = config.get("eos_token_id")
         layer_types = _list(path, config, "layer_types", lambda kind: kind in (FULL, SLIDING)) or (FULL,) * layers
         ends = {"eos_token_id": eos if isinstance(eos, list) else [] if eos is None else [eos]}
@@ -162,12 +183,13 @@ def read_spec(folder: str | Path, config: Mapping[str, Any], family: str, option
             vocab_size=number(config, "vocab_size", most=10**8),
             rms_norm_eps=number(config, "rms_norm_eps", float),
             rope_theta=number(rope, "rope_theta", float),
-            rope_scaling=None if rope_kind(scaling) == "default" else scaling,
+            rope_scaling=None if kind == "default" else {"rope_type": kind, **scaling},
             max_position_embeddings=number(config, "max_position_embeddings", most=10**9),
             attention_bias=bool(config.get("attention_bias", False)),
             initializer_range=number({"initializer_range": 0.02, **config}, "initializer_range", float),
             bos_token_id=None if config.get("bos_token_id") is None else number(config, "bos_token_id", least=0, most=10**8),
             eos_token_ids=_list(path, ends, "eos_token_id", lambda token: type(token) is int),
+            embedding_scale=number({"input_embedding_scale": 1.0, **inner}, "input_embedding_scale", float),
         )
     except KeyError as missing:
         raise UserError(f"{path} lacks {missing}: this is no exported block drafter") from None

@@ -23,7 +23,7 @@ def mask_token(asked: str | int, target: TargetSpec, folder: str | Path, used_id
     Raises: UserError for a token that has a meaning already, is no row of the embedding, or cannot be found.
     """
     used = set(used_ids)
-    added, tokens = _tokenizer_tokens(folder)
+    added, plain, tokens = _tokenizer_tokens(folder)
     pads = _pads(folder, added)
 
     def objection(token: int) -> str | None:
@@ -40,13 +40,21 @@ def mask_token(asked: str | int, target: TargetSpec, folder: str | Path, used_id
                 "drafter.mask_token=auto finds no unused row of the target's embedding; name a token: drafter.mask_token=<id or text>"
             )
         return free
-    if isinstance(asked, str) and asked not in added:
-        raise UserError(
-            f"drafter.mask_token={asked!r} is not an added token of the target's tokenizer; use an id, or one of {sorted(added)[:8]}"
-        )
-    token = added[asked] if isinstance(asked, str) else asked
+    token = _named(asked, added, plain) if isinstance(asked, str) else asked
     if (reason := objection(token)) is not None:
         raise UserError(f"drafter.mask_token={asked} {reason}; use an unused id or drafter.mask_token=auto")
+    return token
+
+
+def _named(text: str, added: Mapping[str, int], plain: Mapping[str, int]) -> int:
+    """The id of a token by its text or, as byte-level and SentencePiece vocabularies spell it, its name. Raises: UserError."""
+    names = (text, text.replace(" ", "Ġ"), text.replace(" ", "▁"))
+    token = next((tokens[name] for tokens in (added, plain) for name in names if name in tokens), None)
+    if token is None:
+        raise UserError(
+            f"drafter.mask_token={text!r} is no token of the target's tokenizer; write drafter.mask_token=auto, an id, or a token's name, "
+            f"such as {', '.join(map(repr, sorted(added)[:8]))}"
+        )
     return token
 
 
@@ -59,17 +67,18 @@ def mask_objection(token: int, target: TargetSpec) -> str | None:
     return meaning and f"is the target's token for {meaning}"
 
 
-def _tokenizer_tokens(folder: str | Path) -> tuple[dict[str, int], int]:
-    """({text: id} of the added tokens, number of ids the tokenizer can produce), out of tokenizer.json."""
+def _tokenizer_tokens(folder: str | Path) -> tuple[dict[str, int], dict[str, int], int]:
+    """({text: id} of the added tokens, the same of the others, number of ids the tokenizer can produce), out of tokenizer.json."""
     file = Path(folder) / "tokenizer.json"
     if not file.is_file():
-        return {}, NO_TOKENIZER
+        return {}, {}, NO_TOKENIZER
     tree = read_json(file)
     try:
         added = {str(t["content"]): int(t["id"]) for t in tree.get("added_tokens", [])}
         vocabulary = tree.get("model", {}).get("vocab", {})
-        plain = map(int, vocabulary.values()) if isinstance(vocabulary, dict) else range(len(vocabulary))
-        return added, 1 + max([*plain, *added.values()], default=-1)
+        listed = vocabulary.items() if isinstance(vocabulary, dict) else ((entry[0], i) for i, entry in enumerate(vocabulary))
+        plain = {str(text): int(i) for text, i in listed}
+        return added, plain, 1 + max([*plain.values(), *added.values()], default=-1)
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise UserError(f"{file} is no tokenizer ({type(error).__name__}: {error}): fetch it again") from None
 

@@ -10,12 +10,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+ROPE_KINDS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "truncate"),
+}
+"""The scalings of which all engines make one table, whatever the text's length, and the settings by which each is known."""
 
 
 def rope_kind(scaling: Mapping[str, Any] | None) -> str:
     """The name of a rope scaling: transformers 5's `rope_type`, older configs' `type`, `default` without one."""
     return (scaling or {}).get("rope_type", (scaling or {}).get("type", "default"))
+
+
+def inherited_scaling(scaling: Mapping[str, Any] | None, max_position_embeddings: int) -> dict[str, Any] | None:
+    """What of a target's rope scaling its drafter takes over, None for the plain rotation: the frequencies of ROPE_KINDS alone.
+
+    A drafter rotates whole heads by one position, so shares of a head and axes stay the target's own, and so does what YaRN's `mscale`
+    does to attention.
+    """
+    kind = rope_kind(scaling)
+    if scaling is None or kind == "default" or kind not in ROPE_KINDS:
+        return None
+    taken: dict[str, Any] = {"rope_type": kind} | {key: scaling[key] for key in ROPE_KINDS[kind] if scaling.get(key) is not None}
+    if "original_max_position_embeddings" in ROPE_KINDS[kind]:
+        original = taken.setdefault("original_max_position_embeddings", max_position_embeddings)
+        if isinstance(original, int) and original > 0:
+            taken.setdefault("factor", max_position_embeddings / original)
+    return taken
 
 
 def inverse_frequencies(
@@ -43,13 +66,24 @@ def inverse_frequencies(
     def dimension(rotations: float) -> float:  # which dimension rotates this often over the trained length
         return head_dim * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
+    if factor is None:
+        factor = max_position_embeddings / trained
     low, high = dimension(scaling.get("beta_fast") or 32), dimension(scaling.get("beta_slow") or 1)
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     ramp = ((torch.arange(head_dim // 2).float() - low) / max(high - low, 0.001)).clamp(0, 1)
-    on_tables = scaling.get("attention_factor") or (0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0)
-    return plain / factor * ramp + plain * (1 - ramp), on_tables
+    return plain / factor * ramp + plain * (1 - ramp), scaling.get("attention_factor") or _yarn_factor(scaling, factor)
+
+
+def _yarn_factor(scaling: Mapping[str, Any], factor: float) -> float:
+    """By how much YaRN stretches cosine and sine where its config does not say."""
+
+    def stretched(by: float) -> float:
+        return 0.1 * by * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    mscale, on_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    return stretched(mscale) / stretched(on_all) if mscale and on_all else stretched(1.0)
 
 
 @torch.library.custom_op("drafter::rotations", mutates_args=())

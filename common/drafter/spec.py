@@ -9,7 +9,7 @@ from typing import Any
 
 from common.config import DrafterConfig
 from common.drafter.mask_token import mask_token
-from common.drafter.rope import ROPE_KINDS, inverse_frequencies, rope_kind
+from common.drafter.rope import ROPE_KINDS, inherited_scaling, inverse_frequencies, rope_kind
 from common.errors import UserError
 from common.target.files import TargetSpec
 
@@ -23,6 +23,7 @@ class DrafterSpec:
     `taps` are target layers, `target_layers` the target's depth, `options` the settings that only its family has (a frozen dataclass).
     `target_layers` is None where an exported drafter does not say. With `sample_from_anchor` a block's first slot, which holds the anchor's
     token, predicts the token after it; without `sliding_causal` the slots of a sliding layer see their whole block, as in full layers.
+    `embedding_scale` is by how much the shared embedding is scaled for this drafter.
     """
 
     hidden_size: int
@@ -50,6 +51,7 @@ class DrafterSpec:
     options: Any = None
     sample_from_anchor: bool = False
     sliding_causal: bool = True
+    embedding_scale: float = 1.0
 
     @property
     def proposals(self) -> int:
@@ -83,13 +85,20 @@ class DrafterSpec:
             vocab_size=target.vocab_size,
             rms_norm_eps=target.rms_norm_eps,
             rope_theta=target.rope_theta,
-            rope_scaling=target.rope_scaling,
+            rope_scaling=None if config.rope == "own" else inherited_scaling(target.rope_scaling, target.max_position_embeddings),
             max_position_embeddings=target.max_position_embeddings,
             attention_bias=False,
             initializer_range=target.initializer_range,
             bos_token_id=target.bos_token_id,
             eos_token_ids=target.eos_token_ids,
+            embedding_scale=target.vocabulary.embedding_scale,
         )
+        if config.rope == "auto" and rope_kind(target.rope_scaling) not in ROPE_KINDS:
+            warnings.warn(
+                f"the target's {rope_kind(target.rope_scaling)} rope scaling is not made alike by all engines: the drafter has plain "
+                "rotations of its own (drafter.rope=own, to say so)",
+                stacklevel=2,
+            )
         spec.validate(target)
         return spec
 
@@ -128,14 +137,15 @@ class DrafterSpec:
         """Refuse rotations that cannot be computed. Raises: UserError."""
         if rope_kind(self.rope_scaling) not in ROPE_KINDS:
             raise UserError(
-                f"rope scaling {rope_kind(self.rope_scaling)!r:.100} is not supported by the drafter; known: {', '.join(ROPE_KINDS)}"
+                f"this drafter was trained with {rope_kind(self.rope_scaling)!r:.100} rope scaling, of which engines make different "
+                f"tables; known: {', '.join(ROPE_KINDS)}; train one with drafter.rope=own"
             )
         try:
             inverse_frequencies(self.head_dim, self.rope_theta, self.rope_scaling, self.max_position_embeddings)
         except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
             raise UserError(
                 f"rope scaling {str(self.rope_scaling)[:200]} cannot be computed ({type(error).__name__}: {error}); mend the target's "
-                "config.json, or the drafter's"
+                "config.json or the drafter's, or write drafter.rope=own"
             ) from None
 
 

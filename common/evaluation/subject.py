@@ -55,7 +55,7 @@ class Subject:
         drafter = load_drafter(drafter_folder, kind, where)
         drafter.spec.validate(asked.spec)
         target = load_target(asked.spec, drafter.spec.taps, kind, where, stages)
-        return cls(asked, target, drafter, target.vocabulary(asked.spec))
+        return cls(asked, target, drafter, target.vocabulary(asked.spec).scaled_by(drafter.spec.embedding_scale))
 
     def block_size(self, chosen: int | None) -> int:
         """The block size that was chosen, or the trained one. Raises: UserError for one that cannot be served."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from common.config import ObjectiveConfig
 from common.drafter.backbone import Drafter
 from common.drafter.check import Report, config_errors, engine_notes, shape_errors
-from common.drafter.export import exported_config, exported_tensors, fuse, read_spec, split, write_exported
+from common.drafter.export import exported_config, exported_tensors, fuse, read_spec, split, unscaled, write_exported
 from common.drafter.folder import read_config
 from common.drafter.spec import DrafterSpec
 from common.errors import UserError
@@ -221,6 +221,7 @@ class DrafterFamily(ABC):
         `target` is the target it must serve; `dtype` the weights' and `feature_dtype` the features' type, as names.
         Raises: UserError if what would be written is not loader-ready.
         """
+        spec, tensors = unscaled(spec, tensors)
         config, parts = self.export_config(spec, target, dtype, feature_dtype), split(spec, tensors)
         return write_exported(folder, config, parts, getattr(torch, dtype), lambda written: self.check(written, target).errors)
 

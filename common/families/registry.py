@@ -10,6 +10,7 @@ from common.config import DrafterConfig
 from common.drafter.check import Report, architectures
 from common.drafter.folder import read_config
 from common.drafter.mask_token import mask_token
+from common.drafter.rope import rope_kind
 from common.drafter.spec import DrafterSpec
 from common.errors import UserError
 from common.families.dflash import DFlash
@@ -82,6 +83,9 @@ def _continued(config: DrafterConfig, target: TargetSpec, folder: str | Path, us
     for name, value in asked.items():
         if value is not None and value != found[name]:
             raise UserError(f"drafter.{name}={value} but the drafter in drafter.init={config.init} has {found[name]}; write that")
+    if config.rope == "own" and spec.rope_scaling is not None:
+        kind = rope_kind(spec.rope_scaling)
+        raise UserError(f"drafter.rope=own but the drafter in drafter.init={config.init} has {kind} rope scaling; write drafter.rope=auto")
     token = mask_token(spec.mask_token_id if config.mask_token == "auto" else config.mask_token, target, folder, used_ids)
     spec = dataclasses.replace(
         spec,

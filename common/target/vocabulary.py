@@ -3,7 +3,7 @@
 Legend: V rows of the embedding, D hidden size, N tokens.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -48,6 +48,10 @@ class Vocabulary:
         """Embeddings of ids, scaled as the target scales them: [...] -> [..., D]."""
         rows = torch.nn.functional.embedding(ids, self.embedding)
         return rows if self.scale == 1.0 else rows * torch.tensor(self.scale, dtype=rows.dtype)
+
+    def scaled_by(self, scale: float) -> "Vocabulary":
+        """The same, its embeddings scaled otherwise: exported drafters take them as they are."""
+        return replace(self, scale=scale)
 
     def uncapped(self, hidden_ND: Tensor) -> Tensor:
         """Logits before the cap: [N, D] -> [N, V]."""

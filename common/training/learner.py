@@ -43,7 +43,8 @@ class Learner:
             parts=lambda name, tensor: split(plan.drafter, {name: tensor}).values(),
             is_matrix=FAMILIES[plan.drafter.family].is_matrix,
         )
-        self.vocabulary = vocabulary or load_vocabulary(plan.target, getattr(torch, config.drafter.dtype), device)
+        loaded = vocabulary or load_vocabulary(plan.target, getattr(torch, config.drafter.dtype), device)
+        self.vocabulary = loaded.scaled_by(plan.drafter.embedding_scale)
         self.family = FAMILIES[plan.drafter.family]
         self.proposer = self.family.proposer(self.model, self.vocabulary)
         spec = plan.drafter
