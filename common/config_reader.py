@@ -50,11 +50,12 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = (), families
         raise UserError(f"--config {_plain(str(path))} is not valid YAML: {_plain(' '.join(str(error).split()))}; mend the file") from None
     if not isinstance(tree, dict):
         raise UserError(f"--config {path} holds a {type(tree).__name__}; it must be sections such as `target:` with keys beneath")
-    preset = _text(tree, "data", "path")
+    data = _path_of(tree, "data")
     for override in overrides:
         _apply_override(tree, override)
-    if _text(tree, "data", "path") != preset and not any(override.startswith("validation.path=") for override in overrides):
-        _follow_data(tree)
+    named = {override.partition("=")[0] for override in overrides}
+    if "data.path" in named and "validation.path" not in named and _path_of(tree, "data") != data and _path_of(tree, "validation"):
+        tree["validation"]["path"] = "auto"  # other data than the preset's have other held-out conversations: those beside them
     config = from_dict(tree, families)
     if config.log.dir is None:
         config.log.dir = f"runs/{path.stem}"
@@ -62,17 +63,10 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = (), families
     return config
 
 
-def _follow_data(tree: dict[str, Any]) -> None:
-    """Other data than the preset's have other held-out conversations than the preset names: those beside them."""
-    if _text(tree, "validation", "path") is not None:
-        tree["validation"]["path"] = "auto"
-
-
-def _text(tree: Mapping[str, Any], section: str, key: str) -> str | None:
-    """The text under a key of what was read, None where there is none."""
+def _path_of(tree: Mapping[str, Any], section: str) -> Any:
+    """The `path` of a section that was read, None where there is none."""
     keys = tree.get(section)
-    value = keys.get(key) if isinstance(keys, dict) else None
-    return value if isinstance(value, str) else None
+    return keys.get("path") if isinstance(keys, dict) else None
 
 
 def from_dict(tree: Mapping[str, Any], families: Families = PLAIN) -> Config:
