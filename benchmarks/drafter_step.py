@@ -1,8 +1,7 @@
 """The drafter's step, forward and backward with the head's loss, without the optimiser, at the Qwen3-8B shape.
 
-    python -m benchmarks.drafter_step [--tiny] [--profile] [--check] [--families dflash dflash2]
+    python -m benchmarks.drafter_step [--tiny] [--profile] [--check]
 
-Of several families, which take the same packets, every figure of a later one is also given as a multiple of the first one's.
 --profile adds where the step's time goes, by class of kernel. --check, instead of the times: the useful work against torch's own count,
 loss and gradients against the float32 twin on fresh rows, and 200 packets that may neither wait for the device nor compile; it exits with
 code 1 if one of these does not hold.
@@ -11,8 +10,7 @@ code 1 if one of these does not hold.
 import argparse
 import dataclasses
 import gc
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -21,16 +19,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import measure
-from benchmarks.kernel_profile import report_profile
 from common import compile_cache
 from common.cli import run_script
 from common.config import ObjectiveConfig
 from common.data.rows import Row
 from common.drafter import block_mask
+from common.drafter.backbone import Drafter
 from common.drafter.spec import FULL, SLIDING, DrafterSpec
-from common.families.family import Drafted
-from common.families.registry import FAMILIES, PLAIN
-from common.objective.block_loss import Result
+from common.objective.block_loss import Result, base_loss
 from common.objective.blocks import Blocks, build_blocks, draw_anchors
 from common.target.vocabulary import Vocabulary
 
@@ -47,6 +43,13 @@ TINY = dataclasses.replace(
 RECOMPUTE = True
 CASES = {"full": [(3072, 1, 512), (12288, 4, 2048)], "tiny": [(128, 1, 32), (256, 4, 64)]}
 """Tokens, documents and anchors of a packet."""
+KERNEL_CLASSES = {  # the first class with a matching part of the kernel's name
+    "attention": ("flex_attention", "_attention"),
+    "head": ("cross_entropy",),
+    "matrix products": ("gemm", "nvjet", "cutlass", "cublas"),
+    "copies and fills": ("Memcpy", "Memset", "copy", "fill"),
+    "pointwise": ("triton_", "elementwise", "reduce", "vectorized"),
+}
 
 
 def useful_flop(spec: DrafterSpec, row_tokens: int, anchors: int, pairs: int) -> dict[str, int]:
@@ -55,30 +58,15 @@ def useful_flop(spec: DrafterSpec, row_tokens: int, anchors: int, pairs: int) ->
     Attention counts what torch's FlopCounterMode counts for flash attention (its backward 2.5 forwards) over the visible `pairs` alone.
     What is not computed here counts too, so that figures compare with those of other trainers: the gradient of the features (0.7%), the
     last layer's rows without a label (0.7%), the first layer's queries, keys and values of masked slots, which are all alike (1.6%).
-    A family's own matrices count as if every slot went through them.
     """
     D, T, Q = spec.hidden_size, row_tokens, anchors * spec.block_size
     query, key = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     layer = 2 * D * (T * 2 * key + Q * (2 * query + 2 * key + 3 * spec.intermediate_size))
     return {
-        "matrices": 3 * (2 * T * len(spec.taps) * D * D + spec.layers * layer + 2 * Q * own_matrices(spec)),
+        "matrices": 3 * (2 * T * len(spec.taps) * D * D + spec.layers * layer),
         "attention": int(3.5 * 4 * query * pairs) * spec.layers,
-        "head": 2 * 2 * anchors * spec.proposals * spec.vocab_size * D,
+        "head": 2 * 2 * anchors * (spec.block_size - 1) * spec.vocab_size * D,
     }
-
-
-def own_matrices(spec: DrafterSpec) -> int:
-    """Elements of the matrices that a family adds to the plain drafter's."""
-    shapes = [FAMILIES[name].exported_shapes(dataclasses.replace(spec, family=name)) for name in (spec.family, PLAIN)]
-    is_matrix = FAMILIES[spec.family].is_matrix
-    return sum(math.prod(shape) for name, shape in shapes[0].items() if name not in shapes[1] and is_matrix(name, shape))
-
-
-def of_family(spec: DrafterSpec, family: str) -> DrafterSpec:
-    """The same shape in another family, with the settings that it has by default."""
-    kind = FAMILIES[family]
-    options = None if kind.options is None else kind.options()
-    return dataclasses.replace(spec, family=family, options=options, sample_from_anchor=kind.sample_from_anchor)
 
 
 def visible_pairs(blocks: Blocks, spec: DrafterSpec) -> int:
@@ -102,8 +90,7 @@ def random_row(generator: np.random.Generator, row_tokens: int, documents: int, 
 def draw_blocks(spec: DrafterSpec, row: Row, anchors: int, number: int = 0) -> Blocks:
     """A packet's blocks, on the host."""
     anchor, keep = draw_anchors(row, anchors, seed=0, number=number)
-    kind = spec.block_size, spec.mask_token_id, None, spec.window, spec.sample_from_anchor
-    return build_blocks(row, anchor, keep, *kind)
+    return build_blocks(row, anchor, keep, spec.block_size, spec.mask_token_id, window=spec.window)
 
 
 def even_packet(spec: DrafterSpec, case: tuple[int, int, int]) -> tuple[Blocks, int]:
@@ -120,8 +107,7 @@ class Step:
         self.spec = spec
         generator = torch.Generator(device).manual_seed(0)
         draw = {"generator": generator, "device": device, "dtype": dtype}
-        self.family = FAMILIES[spec.family]
-        self.model = self.family.build(spec, dtype, device, checkpointing)
+        self.model = Drafter(spec, dtype, device, checkpointing)
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.normal_(0, 0.02, generator=generator) if parameter.dim() > 1 else parameter.fill_(1.0)
@@ -137,18 +123,11 @@ class Step:
         """Random features of a target: [rows, M*D]."""
         return torch.randn(rows, len(self.spec.taps) * self.spec.hidden_size, **self._draw)
 
-    def fresh_blocks(self, generator: np.random.Generator, row_tokens: int, anchors: int) -> Blocks:
-        """The blocks of a row of seven random documents, on the device."""
-        row = random_row(generator, row_tokens, 7, self.spec.vocab_size, even=False)
-        return draw_blocks(self.spec, row, anchors).to(self.vocabulary.head.device)
-
     def __call__(self, features_TF: torch.Tensor, blocks: Blocks, head: Literal["fused", "checkpoint"] = "fused") -> Result:
         self.model.zero_grad(set_to_none=True)
         embeddings_UD = self.vocabulary.embed(blocks.tokens_U)
         hidden_AJD = self.forward(embeddings_UD, blocks.positions_AK, features_TF, blocks.context_positions_T, blocks.mask)
-        drafted = Drafted(hidden_AJD, blocks.tokens_U[:-1], features_TF, blocks.anchor_A.long() - 1)
-        final_TD = features_TF[:, : self.spec.hidden_size] if self.family.teaches else None
-        result = self.family.loss(self.model, drafted, self.vocabulary, blocks, ObjectiveConfig(head=head), final_TD, progress=1.0)
+        result = base_loss(hidden_AJD, self.vocabulary, blocks, ObjectiveConfig(head=head))
         result.loss_sum.backward()
         return result
 
@@ -166,8 +145,8 @@ def measure_case(
     repeats: int,
     profile: bool = False,
     checkpointing: bool = False,
-) -> dict[str, float]:
-    """Report the time of a step on one of CASES against the ceiling, a rate in TFLOP/s; returns time and memory."""
+) -> None:
+    """Report the time of a step on one of CASES against the ceiling, a rate in TFLOP/s."""
     row_tokens, documents, anchors = case
     forget_steps()
     step = Step(spec, dtype, device, checkpointing=checkpointing)
@@ -176,11 +155,9 @@ def measure_case(
     features, blocks = step.features(row_tokens), blocks.to(device)
     times = measure.timed(lambda: step(features, blocks), device, repeats=repeats)
     tflops = measure.tflops(sum(flop.values()), times)
-    peak_gib = measure.peak_gib(lambda: step(features, blocks), device)
     measure.report(
         device,
         benchmark="drafter_step",
-        family=spec.family,
         row_tokens=row_tokens,
         documents=documents,
         anchors=anchors,
@@ -191,12 +168,11 @@ def measure_case(
         tflops=tflops,
         share_of_ceiling=tflops / ceiling,
         ceiling_tflops=ceiling,
-        peak_gib=peak_gib,
+        peak_gib=measure.peak_gib(lambda: step(features, blocks), device),
         compiles=compile_cache.stats()["compiles"],
     )
     if profile:
-        report_profile(lambda: step(features, blocks), device, "drafter_step_profile", row_tokens)
-    return {"median_ms": times.median_ms, "peak_gib": peak_gib}
+        report_profile(lambda: step(features, blocks), device, case)
 
 
 def forget_steps() -> None:
@@ -206,20 +182,38 @@ def forget_steps() -> None:
     gc.collect()
 
 
-def check(device: torch.device, tiny: bool, family: str) -> bool:
+def report_profile(function: Callable[[], object], device: torch.device, case: tuple[int, int, int], steps: int = 3, top: int = 25) -> None:
+    """Where a step's time goes: per class of kernel, then the kernels that take the most."""
+    activities = [torch.profiler.ProfilerActivity.CUDA if device.type == "cuda" else torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profiler:
+        for _ in range(steps):
+            function()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    totals, rows = dict.fromkeys((*KERNEL_CLASSES, "other"), 0.0), []
+    for event in profiler.key_averages():
+        time_ms = (event.self_device_time_total if device.type == "cuda" else event.self_cpu_time_total) / 1e3 / steps
+        kind = next((k for k, parts in KERNEL_CLASSES.items() if any(p in event.key for p in parts)), "other")
+        totals[kind] += time_ms
+        rows.append((time_ms, event.count // steps, kind, event.key[:110]))
+    measure.report(device, benchmark="drafter_step_profile", row_tokens=case[0], **{f"{k} ms": v for k, v in totals.items()})
+    for time_ms, count, kind, name in sorted(rows, reverse=True)[:top]:
+        print(f"{time_ms:9.3f} ms {count:5d}x  {kind:16s} {name}", flush=True)
+
+
+def check(device: torch.device, tiny: bool) -> bool:
     """Report whether counts, values and steadiness are as they should be; returns whether they all are."""
-    spec = dataclasses.replace(of_family(TINY if tiny else SPEC, family), layers=2, taps=(0, 2), layer_types=(FULL, SLIDING), window=80)
+    spec = dataclasses.replace(TINY if tiny else SPEC, layers=2, taps=(0, 2), layer_types=(FULL, SLIDING), window=80)
     if not tiny:
         spec = dataclasses.replace(spec, hidden_size=1024, intermediate_size=1536, heads=8, kv_heads=2, vocab_size=4096, mask_token_id=4095)
     row_tokens, anchors = (256, 64) if tiny else (3072, 512)
     generator = np.random.default_rng(0)
-    good = family != PLAIN or check_useful_flop(device)
-    step = Step(spec, torch.float32, device)
-    good &= check_values(step, step.fresh_blocks(generator, row_tokens, anchors), device)
-    if family == PLAIN:  # a selector's candidates are others in half precision
+    good = check_useful_flop(device)
+    for dtype in (torch.float32, torch.bfloat16):
         forget_steps()
-        step = Step(spec, torch.bfloat16, device)
-        good &= check_values(step, step.fresh_blocks(generator, row_tokens, anchors), device)
+        step = Step(spec, dtype, device)
+        row = random_row(generator, row_tokens, 7, spec.vocab_size, even=False)
+        good &= check_values(step, dtype, draw_blocks(spec, row, anchors).to(device), device)
     return steady(step, device, generator, row_tokens, anchors, packets=5 if tiny else 200) and good
 
 
@@ -248,7 +242,7 @@ def check_useful_flop(device: torch.device) -> bool:
     return good
 
 
-def check_values(step: Step, blocks: Blocks, device: torch.device) -> bool:
+def check_values(step: Step, dtype: torch.dtype, blocks: Blocks, device: torch.device) -> bool:
     """Loss and every gradient of the fast step against its slow twin in float32."""
     twin = Step(step.spec, torch.float32, device, compiled=False)
     twin.model.load_state_dict(step.model.state_dict())
@@ -260,7 +254,6 @@ def check_values(step: Step, blocks: Blocks, device: torch.device) -> bool:
     errors = {name: ((g - true_gradients[name]).norm() / true_gradients[name].norm()).item() for name, g in step.gradients().items()}
     error, worst = max((error, name) for name, error in errors.items())
     loss_error = abs(loss - truth) / truth
-    dtype = step.vocabulary.head.dtype
     good = max(loss_error, error) < (1e-3 if dtype == torch.float32 else 3e-2)
     case = dict(check="values", dtype=str(dtype), loss_error=loss_error, worst=worst, error=error)
     measure.report(device, benchmark="drafter_step_check", **case, good=good)
@@ -293,25 +286,17 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for flag in ("tiny", "profile", "check"):
         parser.add_argument(f"--{flag}", action="store_true")
-    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=[PLAIN])
     asked = parser.parse_args(argv)
     device = measure.device_of(asked.tiny)
     if asked.check:
-        return 0 if all([check(device, asked.tiny, family) for family in asked.families]) else 1
+        return 0 if check(device, asked.tiny) else 1
     spec, dtype, repeats = (TINY, torch.float32, 2) if asked.tiny else (SPEC, torch.bfloat16, 10)
     cases = CASES["tiny" if asked.tiny else "full"]
     size, seconds = (128, 0.01) if asked.tiny else (8192, 2.0)
     ceiling = measure.ceiling_tflops(device, dtype, size)
-    for case, checkpointing in (*((case, False) for case in cases), (cases[0], True)):
-        first: dict[str, float] = {}
-        for family in asked.families:
-            kind, profile = of_family(spec, family), asked.profile and not checkpointing
-            found = measure_case(kind, dtype, device, case, ceiling, repeats, profile, checkpointing)
-            if first:
-                multiples = {f"{name}_multiple": found[name] / first[name] for name in first if first[name]}
-                case_of = dict(family=family, row_tokens=case[0], activation_checkpointing=checkpointing)
-                measure.report(device, benchmark="drafter_step_family", **case_of, **multiples)
-            first = first or found
+    for case in cases:
+        measure_case(spec, dtype, device, case, ceiling, repeats, asked.profile)
+    measure_case(spec, dtype, device, cases[0], ceiling, repeats, checkpointing=True)
     sustained = measure.sustained_tflops(device, dtype, size, seconds)
     measure.report(device, benchmark="ceiling", seconds=seconds, sustained_tflops=sustained, ceiling_tflops=ceiling)
     return 0

@@ -3,10 +3,12 @@
     python -m benchmarks.learning recipes --target data/smollm2/target --data data/smollm2/train --seeds 0 1 2
     python -m benchmarks.learning cost --target ... --data ... --plot benchmarks/cost.png
     python -m benchmarks.learning averaging --target ... --data ... --seeds 0 1 2
+    python -m benchmarks.learning selector --target ... --data ... --seeds 0 1 2
 
 `recipes`: the public trainer's recipe and the preset's, 28,800 documents. `cost`: anchors a document and block sizes, 9,600 documents,
 against the seconds that the steps take with the GPU to themselves. `averaging`: one drafter with accumulation, and two and four that are
-averaged or that share gradients, 9,600 documents, all on one device. The figures go to --out as they come.
+averaged or that share gradients, 9,600 documents, all on one device. `selector`: DFlash2 beside DFlash, and what each of its settings
+brings, 28,800 documents. The figures go to --out as they come.
 """
 
 import argparse
@@ -65,7 +67,26 @@ def averaging() -> Variants:
     return variants
 
 
-STUDIES = {"recipes": recipes, "cost": cost, "averaging": averaging}
+def selector() -> Variants:
+    """DFlash, DFlash2 as it comes, and DFlash2 with one setting changed."""
+    run = rows(9344, 4096, 893)
+    changed = {
+        "label put in": "selector_absent=put_in",
+        "without the selector's loss": "selector_weight=0",
+        "weight 0.3": "selector_weight=0.3",
+        "weight 3": "selector_weight=3",
+        "late start": "selector_warmup=0.2",
+        "rank 64": "selector_rank=64",
+        "8 candidates": "selector_candidates=8",
+        "32 candidates": "selector_candidates=32",
+        "convolutions of one slot": "conv_taps=1",
+        "convolutions of three slots": "conv_taps=3",
+    }
+    variants = {name: [*run, "drafter.family=dflash2", f"drafter.{override}"] for name, override in changed.items()}
+    return {"dflash": run, "dflash2": [*run, "drafter.family=dflash2"]} | variants
+
+
+STUDIES = {"recipes": recipes, "cost": cost, "averaging": averaging, "selector": selector}
 
 
 def main(argv: Sequence[str]) -> None:
