@@ -14,6 +14,8 @@ from test_drafter import SHAPE, STARTS, A, K, inputs, run
 from test_objective import make_row
 from test_train_equals_serve import build_pair, check_export, check_replay, drafted_from, engine
 
+from benchmarks import family_step
+from benchmarks.drafter_step import random_row
 from common import config_reader
 from common.config import ObjectiveConfig
 from common.decoding.speculate import load_drafter
@@ -23,7 +25,7 @@ from common.errors import UserError
 from common.families.convolution import convolve
 from common.families.registry import FAMILIES, check, family_options, resolve_spec
 from common.families.start import make_drafter
-from common.objective.blocks import build_blocks, candidates, every_anchor
+from common.objective.blocks import build_blocks, candidates, draw_anchors, every_anchor
 from common.target.files import read_json, read_spec
 from common.target.vocabulary import Vocabulary
 from common.training.optim import Optimizer
@@ -364,3 +366,39 @@ def test_muon_leaves_tables_and_kernels_to_adamw(pair):
     assert [name for name, rows in moved.items() if rows.any()] == ["candidate_selector.predecessor_codebook"]
     assert moved["candidate_selector.predecessor_codebook"].nonzero().flatten().tolist() == [7]
     assert not torch.equal(model.layers[0].mlp_conv.kernel_projection.weight, before["layers.0.mlp_conv.kernel_projection.weight"])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="compiles on CUDA alone")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu_the_compiled_step_equals_the_eager_twin(dtype):
+    """Convolutions as inductor fuses them, candidates by the fused head: loss and every gradient, without one wait for the device."""
+    spec = family_step.spec_of(
+        "dflash2", dataclasses.replace(family_step.TINY, hidden_size=256, heads=8, head_dim=64, intermediate_size=512)
+    )
+    spec = dataclasses.replace(spec, vocab_size=4096, block_size=16, layer_types=(FULL, SLIDING), window=80, sliding_causal=False)
+    device, tokens = torch.device("cuda"), 256
+    fast = family_step.FamilyStep(spec, dtype, device, tokens)
+    twin = FAMILY.build(spec, torch.float32, device)
+    with torch.no_grad():
+        for (name, parameter), other in zip(fast.model.named_parameters(), twin.parameters(), strict=True):
+            parameter.add_(1.0) if name.endswith("base_kernel") else None
+            other.copy_(parameter)
+    row = random_row(np.random.default_rng(0), tokens, 3, spec.vocab_size, even=False)
+    anchor, keep = draw_anchors(row, 64, seed=0, number=0)
+    blocks = build_blocks(row, anchor, keep, spec.block_size, spec.mask_token_id, window=spec.window).to(device)
+    fast(blocks)  # compiles
+    fast.model.zero_grad(set_to_none=True)
+    torch.cuda.set_sync_debug_mode("error")
+    result = fast(blocks)
+    torch.cuda.set_sync_debug_mode("default")
+
+    wide = Vocabulary(fast.vocabulary.embedding.float(), fast.vocabulary.head.float(), 1.0, None)
+    plain = dataclasses.replace(blocks, mask=blocks.mask._replace(full_tiles=None, sliding_tiles=None))
+    hidden = twin(wide.embed(plain.tokens_U), plain.positions_AK, fast.features.float(), plain.context_positions_T, plain.mask)
+    slow = FAMILY.loss(twin, drafted_from(hidden, plain.tokens_U[:-1]), wide, plain, ObjectiveConfig(head="checkpoint"), None, 0.5)
+    slow.loss_sum.backward()
+    tolerance = 2e-3 if dtype == torch.float32 else 6e-2  # in half precision some slots have other candidates
+    assert abs(result.loss_sum.item() / slow.loss_sum.item() - 1) < tolerance
+    for (name, one), other in zip(fast.model.named_parameters(), twin.parameters(), strict=True):
+        if not name.startswith("candidate_selector") or dtype == torch.float32:
+            assert (one.grad - other.grad).norm() / other.grad.norm() < tolerance, name

@@ -19,7 +19,7 @@ GROUPS = {
 """TensorBoard's groups; what is in none of them stands under `train`, held-out figures under `heldout`, lists by slot under `slots`."""
 FIRST_PLOTS = {
     "loss": ["^train/loss$"],
-    "acceptance length": ["^train/tau$", "^heldout/tau$", "^heldout/tau_plain$", "^heldout/tau_tree$"],
+    "acceptance length": ["^train/tau$", "^heldout/tau$", "^heldout/tau_tree$"],
     "tokens per second": ["^speed/tokens_per_s$"],
     "gradient norm": ["^health/grad_norm$"],
 }
