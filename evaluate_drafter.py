@@ -18,14 +18,17 @@ import torch
 import transformers
 
 from common.cli import add_device, add_trust, check_output, json_object, positive, run_script, whole, writing
-from common.data.prompts import read_questions
+from common.data.prompts import Question, read_questions
 from common.decoding.speculate import Way
-from common.evaluation.asking import Asking
-from common.evaluation.measure import Results, by_decoding, by_replay, differences
+from common.evaluation import advice, served
+from common.evaluation.asking import Asking, Turn
+from common.evaluation.measure import Results, by_decoding, by_replay, differences, timed
+from common.evaluation.plot import check_plot, plot
 from common.evaluation.report import by_position, by_set, mean_tau, prompt_lookup, ratio, summarize, table
 from common.evaluation.subject import Questioned, Subject
 from common.generation.backends import LocalBackend
 from common.generation.conversation_file import is_loop
+from common.generation.server import ServerBackend
 from common.trees import digest
 
 
@@ -34,19 +37,53 @@ def main(argv: list[str]) -> None:
     asked = Questioned.open(arguments.target, arguments.chat_template_kwargs, arguments.trust_remote_code)
     longest = asked.spec.max_position_embeddings - arguments.max_new_tokens
     questions = read_questions(arguments.prompts, asked.chat, arguments.limit, longest)
-    subject = Subject.load(asked, arguments.drafter, arguments.dtype, arguments.device, arguments.stages)
     asking = Asking(asked, arguments.temperature, arguments.max_new_tokens)
-    (ways, lead), compare = ways_of(arguments, subject), not arguments.no_compare
-    if arguments.decode:
-        results = by_decoding(subject, asking, questions, ways, arguments.temperature, compare, arguments.drafts == "sampled")
-    else:
-        backend = LocalBackend(subject.target.model, asked.chat.tokenizer, asked.stop[0], arguments.batch_size)
-        results = by_replay(subject, asking, questions, ways, lead, backend, arguments.verify, compare)
-    report = describe(arguments, subject) | numbers(arguments, subject, results)
-    print(table(report))
+    report, turns = by_server(arguments, asking, questions) if arguments.server else ({}, None)
+    if arguments.drafter:
+        report |= by_drafter(arguments, asked, asking, questions, turns)
+    said = [table(report), *report.pop("advice_lines", ())] if arguments.drafter else []
+    print("\n".join(said + (served.lines(report) if arguments.server else [])))
+    if arguments.plot:
+        print(f"plotted: {plot(report, arguments.plot)}")
     if arguments.json:
         with writing("--json", arguments.json):
             Path(arguments.json).write_text(json.dumps(report, indent=1) + "\n")
+
+
+def by_server(arguments: argparse.Namespace, asking: Asking, questions: list[Question]) -> tuple[dict[str, Any], list[Turn]]:
+    """What a running engine is measured to do, against another without a drafter if there is one; and its answers."""
+    engine, *plain = (
+        served.measure(asking, questions, ServerBackend(url, asking.asked.chat.tokenizer, arguments.concurrency))
+        for url in (arguments.server, arguments.baseline)
+        if url
+    )
+    return {"served": engine.numbers() | {"baseline": served.compared(engine, plain[0]) if plain else None}}, engine.turns
+
+
+def by_drafter(
+    arguments: argparse.Namespace, asked: Questioned, asking: Asking, questions: list[Question], turns: list[Turn] | None
+) -> dict[str, Any]:
+    """What the drafter is measured to do here, on the answers of an engine where `turns` are given."""
+    subject = Subject.load(asked, arguments.drafter, arguments.dtype, arguments.device, arguments.stages)
+    if arguments.advise:
+        advice.check_advice(subject)  # before minutes of work, not after
+    (ways, lead), compare, seconds = ways_of(arguments, subject), not arguments.no_compare, {}
+    if arguments.decode:
+        results = by_decoding(subject, asking, questions, ways, arguments.temperature, compare, arguments.drafts == "sampled")
+    else:
+        if turns is None:
+            with timed(seconds, "write"):
+                backend = LocalBackend(subject.target.model, asked.chat.tokenizer, asked.stop[0], arguments.batch_size)
+                turns = asking.written(questions, backend)
+        results = by_replay(subject, turns, ways, lead, arguments.verify, compare)
+        results.seconds = seconds | results.seconds
+    report = describe(arguments, subject) | numbers(arguments, subject, results)
+    if arguments.advise:
+        tau = {way: run["tau"] for way, run in zip(results.ways, report["runs"], strict=True) if run["tau"] is not None}
+        context_tokens = max(len(answer.prompt) + len(answer.tokens) for answer in results.answers)
+        cases = advice.advise(subject, tau, context_tokens)
+        report |= {"advice": [case.record() for case in cases], "advice_lines": advice.lines(cases)}
+    return report
 
 
 def ways_of(arguments: argparse.Namespace, subject: Subject) -> tuple[list[Way], Way]:
@@ -130,12 +167,17 @@ def describe(arguments: argparse.Namespace, subject: Subject) -> dict[str, Any]:
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     """The command line, checked as far as that goes without loading anything."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--drafter", required=True, help="folder of an exported drafter")
+    parser.add_argument("--drafter", help="folder of an exported drafter; --server alone can do without")
     parser.add_argument("--target", required=True, help="its target: a folder or hub id")
     parser.add_argument("--prompts", required=True, nargs="+", help="JSONL of messages, question, prompt, problem or turns, a file a set")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--replay", action="store_true", help="replay answers that the target writes in batches: what greedy reports do")
     how.add_argument("--decode", action="store_true", help="decode every answer, one after the other: what a temperature needs")
+    parser.add_argument(
+        "--server", metavar="URL", help="an engine that serves target and drafter, up to /v1: measured; a replay takes its answers"
+    )
+    parser.add_argument("--baseline", metavar="URL", help="one that serves the target alone, to compare with")
+    parser.add_argument("--concurrency", type=positive, default=1, help="questions that an engine is asked at a time (1)")
     parser.add_argument("--verify", type=whole, default=8, metavar="N", help="answers that are decoded beside a replay (8)")
     parser.add_argument("--batch-size", type=positive, default=256, help="answers that are written at a time for a replay")
     parser.add_argument("--mode", choices=("chain", "tree"), default="chain")
@@ -160,6 +202,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add_device(parser)
     add_trust(parser)
     parser.add_argument("--no-compare", action="store_true", help="skip plain decoding")
+    parser.add_argument("--advise", action="store_true", help="time drafts and verifications, and say what to set in the engines")
+    parser.add_argument("--plot", metavar="FOLDER", help="a picture of the report, and TensorBoard's events of it; needs matplotlib")
     parser.add_argument("--json", help="file for the report")
     arguments = parser.parse_args(argv)
     if arguments.replay and arguments.temperature:
@@ -168,8 +212,16 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         parser.error("--drafts sampled is for chains at a --temperature")
     arguments.no_compare = arguments.no_compare or arguments.drafts == "sampled"
     arguments.decode = arguments.decode or arguments.temperature > 0
+    if not (arguments.drafter or arguments.server):
+        parser.error("--drafter names what is evaluated here, --server what is measured there; give one of them, or both")
+    if arguments.baseline and not arguments.server:
+        parser.error("--baseline is what --server is compared with")
     if arguments.decode and arguments.tree_budget and arguments.mode == "chain":
         parser.error("--tree-budget is for --mode tree, or for a replay")
+    if (arguments.advise or arguments.plot) and (arguments.decode or not arguments.drafter):
+        parser.error("--advise and --plot need --drafter and a replay, which tells every block size: leave out --decode and --temperature")
+    if arguments.plot:
+        check_plot()
     if arguments.json:
         check_output("--json", arguments.json)  # before minutes of work, not after
     return arguments

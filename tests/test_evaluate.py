@@ -1,18 +1,24 @@
 """evaluate_drafter.py end to end: its numbers are what a user decides by, so they must add up and its refusals must be clear."""
 
+import dataclasses
 import json
+import sys
 
 import pytest
 import torch
 from conftest import build_target
+from test_server import ModelServer
 
 import evaluate_drafter
 from common.config import DrafterConfig
 from common.data.chat import Chat, load_tokenizer
 from common.data.prompts import OPEN, messages_of, read_questions
-from common.decoding.speculate import Answer
+from common.decoding.replay import Replayer
+from common.decoding.speculate import Answer, Way
 from common.errors import UserError
+from common.evaluation import advice
 from common.evaluation.report import by_position, mean_tau, prompt_lookup, summarize
+from common.evaluation.subject import Questioned, Subject
 from common.families.dflash import DFlash
 from common.families.registry import resolve_spec
 from common.families.start import make_drafter
@@ -120,7 +126,14 @@ def test_no_compare_and_limit(evaluate):
 
 
 @pytest.mark.parametrize(
-    "flags", [["--tree-budget", "16", "--decode"], ["--temperature", "-1"], ["--verify", "-1"], ["--replay", "--temperature", "1"]]
+    "flags",
+    [
+        ["--baseline", "http://x/v1"],
+        ["--tree-budget", "16", "--decode"],
+        ["--temperature", "-1"],
+        ["--verify", "-1"],
+        ["--replay", "--temperature", "1"],
+    ],
 )
 def test_flags_that_would_mean_something_else_are_refused(flags, capsys):
     """Lost otherwise: a chain's figures under a tree's name, or a target that prefers what it likes least."""
@@ -243,3 +256,91 @@ def test_sets_are_read_as_they_are_published():
     ):
         assert messages_of(row) == [asks, OPEN]
     assert messages_of({"question_id": 81, "turns": ["why?", "why?"], "reference": []}) == [asks, OPEN, asks, OPEN]
+
+
+@pytest.mark.parametrize("engine", ["vllm", "llamacpp"])
+def test_an_engines_counters_are_those_of_the_replay_after_the_same_cut(tiny_target, drafter_folder, prompts_file, evaluate, engine):
+    """Lost otherwise: the proof that an engine serves what was trained. Engines count drafts behind an answer's end."""
+    asked = Questioned.open(str(tiny_target), {})
+    subject = Subject.load(asked, str(drafter_folder), "float32", "cpu", 1)
+    behind = 2  # drafts that the engine accepts behind the end of an answer
+    with ModelServer(tiny_target, "llama.cpp" if engine == "llamacpp" else "ids") as server, ModelServer(tiny_target) as plain:
+
+        def metrics():
+            (answers,) = (
+                Replayer(subject.target, subject.drafter, subject.vocabulary).run(server.written, [Way(BLOCK)]) if server.written else ([],)
+            )
+            accepted = [n for answer in answers for n in answer.accepted]
+            lines = [
+                f'{engine}:spec_decode_num_drafts_total{{engine="0"}} {len(accepted)}',
+                f'{engine}:spec_decode_num_draft_tokens_total{{engine="0"}} {3 * len(accepted)}',
+                f'{engine}:spec_decode_num_accepted_tokens_total{{engine="0"}} {sum(accepted) + behind * len(answers)}.0',
+            ]
+            if engine == "vllm":
+                for slot in range(3):
+                    count = sum(n > slot for n in accepted)
+                    lines.append(f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",position="{slot}"}} {count}')
+            return "# HELP something\n" + "\n".join(lines) + "\n"
+
+        server.metrics = metrics
+        flags = ["--server", server.url, "--baseline", plain.url, "--max-new-tokens", 16, "--verify", 0]
+        report, printed = evaluate(*flags)
+    served = report["served"]
+    assert served["tau"] == pytest.approx(report["tau"]) and served["accepted"] == sum(
+        n for p in report["per_prompt"] for n in p["accepted"]
+    )
+    assert served["tau_as_counted"] == pytest.approx(report["tau"] + behind * 3 / report["verifications"])
+    assert served["acceptance_by_slot"] == (pytest.approx(report["cumulative_acceptance"]) if engine == "vllm" else [])
+    assert served["baseline"]["equal"] == served["answers"] == 3 and "3 answers equal" in printed
+    assert served["tokens"] == report["tokens"]
+
+
+def test_an_engine_is_measured_without_a_drafter_here(evaluate, tiny_target, prompts_file, tmp_path, capsys):
+    """Lost otherwise: speed and answers of an engine whose drafter lies elsewhere, or that tells no counters."""
+    with ModelServer(tiny_target) as server:
+        flags = [
+            "--target",
+            tiny_target,
+            "--prompts",
+            prompts_file,
+            "--server",
+            server.url,
+            "--max-new-tokens",
+            8,
+            "--json",
+            tmp_path / "r.json",
+        ]
+        evaluate_drafter.main([str(flag) for flag in flags])
+    served = json.loads((tmp_path / "r.json").read_text())["served"]
+    assert served["tau"] is None and served["tokens_per_s"] > 0 and "no speculative counters" in capsys.readouterr().out
+
+
+def test_advice_is_what_times_and_tau_say(evaluate, monkeypatch):
+    """Lost otherwise: the number of draft tokens a user sets. Every way is there in every batch."""
+    monkeypatch.setattr(advice, "REPEATS", 1)
+    monkeypatch.setattr(advice, "BATCHES", (1, 3))
+    report, printed = evaluate("--advise", "--max-new-tokens", 12, "--tree-budget", 5, "--verify", 0)
+    tau = {(run["block_size"], run["tree_budget"]): run["tau"] for run in report["runs"]}
+    ways = [(case["batch"], case["block_size"], case["tree_budget"]) for case in report["advice"]]
+    assert ways == [(batch, *way) for batch in (1, 3) for way in tau]
+    for case in report["advice"]:
+        assert case["tau"] == tau[case["block_size"], case["tree_budget"]] and min(case["draft_ms"], case["verify_ms"]) > 0
+        assert case["break_even_tau"] == pytest.approx((case["draft_ms"] + case["verify_ms"]) / case["plain_ms"])
+        assert case["speedup"] == pytest.approx(case["tau"] / case["break_even_tau"])
+    case = advice.Case(1, Way(4), 3, tau=3.0, draft_ms=1.0, verify_ms=9.0, plain_ms=8.0)
+    assert "num_speculative_tokens=3, SGLang --speculative-num-draft-tokens 4" in advice.lines([case])[-1]
+    assert "no chain pays" in advice.lines([dataclasses.replace(case, tau=1.1)])[-1] and "3 at a time" in printed
+
+
+def test_a_report_is_plotted(evaluate, tmp_path):
+    """Lost otherwise: the curves by slot and block size; and a user without matplotlib learns of it after the work."""
+    pytest.importorskip("matplotlib")
+    evaluate("--plot", tmp_path / "plots", "--max-new-tokens", 8, "--verify", 0)
+    assert (tmp_path / "plots" / "evaluation.png").stat().st_size > 4000 and list((tmp_path / "plots").glob("events*"))
+
+
+def test_a_plot_without_matplotlib_is_refused_before_the_work(monkeypatch):
+    """Lost otherwise: minutes of work, and a traceback at their end."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UserError, match="pip install matplotlib"):
+        evaluate_drafter.parse_arguments(["--drafter", "d", "--target", "t", "--prompts", "p", "--plot", "f"])

@@ -46,10 +46,13 @@ class ModelServer:
         tokenizer = load_tokenizer(target)
         self.backend, self.lock = LocalBackend.load(read_spec(target), tokenizer, 1, "cpu"), threading.Lock()
         self.fault, self.tries, self.retried = lambda prompt, tries: None, Counter(), {}
+        self.metrics, self.written = None, []  # a function that gives a page of counters; (prompt, ids) of every answer
         ours = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self):
+                if self.path == "/metrics" and ours.metrics:
+                    return self.send(ours.metrics().encode())
                 model = {"id": "tiny", "owned_by": "llamacpp" if ours.kind == "llama.cpp" else "somebody"}
                 self.reply({"data": [model]} if self.path == "/v1/models" else {}, 200 if self.path == "/v1/models" else 404)
 
@@ -96,6 +99,7 @@ class ModelServer:
         sampling = Sampling(body["temperature"], body["top_p"], body["max_tokens"])
         with self.lock:
             (reply,) = self.backend.write([Request(prompt, sampling, (258,), body["seed"])])
+            self.written.append((list(prompt), list(reply.ids)))
         handler.reply(self.answer(reply, body))
 
     def answer(self, reply, body):

@@ -86,13 +86,14 @@ class StaticTarget:
     def forward(self, ids_R: Tensor, start_1: Tensor, depth_R: Tensor, ancestors_RR: Tensor) -> tuple[Tensor, Tensor]:
         """Run rows that follow `start` positions, each `depth` below the first and behind its `ancestors`, itself among them.
 
+        Texts side by side ([B, R] ids) stand at the same place; what is given out is the first one's.
         Shapes: logits [R, V], features [R, F].
         """
-        rows_R = start_1 + torch.arange(len(ids_R), device=self.device)
+        rows_R = start_1 + torch.arange(len(depth_R), device=self.device)
         positions_R = start_1 + depth_R
         key_S = torch.arange(self.capacity, device=self.device)
-        own_S = (key_S - start_1).clamp(0, len(ids_R) - 1)  # a key's row, where it is one of these
-        is_own_S = (key_S >= start_1) & (key_S < start_1 + len(ids_R))
+        own_S = (key_S - start_1).clamp(0, len(depth_R) - 1)  # a key's row, where it is one of these
+        is_own_S = (key_S >= start_1) & (key_S < start_1 + len(depth_R))
         seen_RS = (key_S < start_1) | (is_own_S & ancestors_RR.index_select(1, own_S))
         back_RS = positions_R[:, None] - torch.where(is_own_S, positions_R.index_select(0, own_S), key_S)
         visible = {kind: seen_RS if window is None else seen_RS & (back_RS < window) for kind, window in self.target.windows.items()}
@@ -160,8 +161,8 @@ class Recorded:
     It reads and writes tensors that stay where they are. Elsewhere than on CUDA it is called each time.
     """
 
-    def __init__(self, function: Callable[[], None], device: torch.device):
-        self.function = function
+    def __init__(self, function: Callable[[], object], device: torch.device):
+        self.function: Callable[[], object] = function
         if device.type != "cuda":
             return
         stream = torch.cuda.Stream(device)
@@ -179,8 +180,11 @@ class Recorded:
         self.function()
 
 
+def fits(target: DecodingTarget) -> bool:
+    """Whether a target can run in fixed shapes: its cache holds keys and values a position, on one device."""
+    return bool(target.windows) and len({parameter.device for parameter in target.model.parameters()}) == 1
+
+
 def records(target: DecodingTarget) -> bool:
-    """Whether a target's forward can be recorded: keys and values a position, on one device, no step that depends on data (by its family's
-    own word)."""
-    on_one_device = len({parameter.device for parameter in target.model.parameters()}) == 1
-    return bool(target.windows) and on_one_device and getattr(target.model, "_can_compile_fullgraph", False)
+    """Whether its steps can be recorded, too: by its family's own word nothing in its forward depends on data."""
+    return fits(target) and getattr(target.model, "_can_compile_fullgraph", False)

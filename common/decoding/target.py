@@ -97,7 +97,7 @@ class DecodingTarget:
         Shapes: logits [R, V] ([1, V] if last_only), features [R, F].
         """
         output = self.model(
-            input_ids=ids_R[None],
+            input_ids=ids_R if ids_R.dim() == 2 else ids_R[None],
             position_ids=positions_R[None],
             attention_mask=None if visible is None else self._additive(visible),
             use_cache=True,

@@ -16,7 +16,7 @@ from common.decoding.static import records
 from common.errors import UserError
 from common.evaluation.asking import Asking, Method, Turn
 from common.evaluation.subject import Subject
-from common.generation.backends import Backend, Request
+from common.generation.backends import Request
 
 
 @dataclass
@@ -55,26 +55,15 @@ class Results:
         return self.runs[self.ways.index(self.lead)]
 
 
-def by_replay(
-    subject: Subject,
-    asking: Asking,
-    questions: Sequence[Question],
-    ways: list[Way],
-    lead: Way,
-    backend: Backend,
-    verify: int,
-    compare: bool,
-) -> Results:
-    """The backend writes all answers, every way is replayed on them, and `verify` of them are decoded, too."""
+def by_replay(subject: Subject, turns: list[Turn], ways: list[Way], lead: Way, verify: int, compare: bool) -> Results:
+    """Every way replayed on answers that are written already; `verify` of them are decoded, too."""
     seconds: dict[str, float] = {}
-    with _timed(seconds, "write"):
-        turns = asking.written(questions, backend)
-    with _timed(seconds, "replay"):
+    with timed(seconds, "replay"):
         written = [(list(turn.request.prompt), turn.tokens) for turn in turns]
         runs = Replayer(subject.target, subject.drafter, subject.vocabulary).run(written, ways)
     results = Results(turns, ways, runs, lead, seconds=seconds)
     if verify:
-        with _timed(seconds, "verify"):
+        with timed(seconds, "verify"):
             chosen = [turns[i] for i in range(0, len(turns), -(-len(turns) // verify))]
             replayed = [results.answers[i] for i in range(0, len(turns), -(-len(turns) // verify))]
             methods = _methods(subject, [lead], compare, chosen[0].request)
@@ -98,7 +87,7 @@ def by_decoding(
     """
     seconds: dict[str, float] = {}
     methods = _methods(subject, ways, compare, asking.first(questions[0]), temperature, sampled)
-    with _timed(seconds, "decode"):
+    with timed(seconds, "decode"):
         turns, runs = asking.decoded(questions, methods)
     plain = runs.pop() if compare else []
     return Results(turns, ways, runs, ways[-1], plain, seconds=seconds)
@@ -150,7 +139,8 @@ def differences(
 
 
 @contextmanager
-def _timed(seconds: dict[str, float], stage: str) -> Generator[None]:
+def timed(seconds: dict[str, float], stage: str) -> Generator[None]:
+    """Write down how long a stage takes."""
     begun_s = time.perf_counter()
     yield
     seconds[stage] = time.perf_counter() - begun_s

@@ -39,6 +39,14 @@ def call(address: str, key: str | None, timeout_s: float, body: dict[str, Any] |
 
     The key goes to this address alone: redirects are not followed. Raises: CallFailed.
     """
+    try:
+        return json.loads(text_of(address, key, timeout_s, body))
+    except (ValueError, RecursionError) as error:
+        raise CallFailed(f"{type(error).__name__}: {str(error)[:SHOWN]}") from None
+
+
+def text_of(address: str, key: str | None, timeout_s: float, body: dict[str, Any] | None = None) -> str:
+    """The text that a server answers with, as `call` asks for it. Raises: CallFailed."""
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     try:
         data = None if body is None else json.dumps(body).encode()
@@ -47,12 +55,12 @@ def call(address: str, key: str | None, timeout_s: float, body: dict[str, Any] |
             text = answer.read(ANSWER_BYTES + 1)
             if len(text) > ANSWER_BYTES:
                 raise CallFailed(f"an answer of more than {ANSWER_BYTES >> 20} MiB")
-            return json.loads(text)
+            return text.decode()
     except urllib.error.HTTPError as error:
         raise _refusal(error) from None
     except TimeoutError:
         raise CallFailed(f"no whole answer within {timeout_s:g} s") from None
-    except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
+    except (OSError, http.client.HTTPException, ValueError) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         raise CallFailed(f"{type(reason).__name__}: {str(reason)[:SHOWN]}") from None
 
