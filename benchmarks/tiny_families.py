@@ -10,7 +10,7 @@ from common.target.adapters import auto_class
 
 VOCABULARY = 96
 NUMBERS: dict[str, Any] = dict(
-    vocab_size=VOCABULARY, vocab_size_per_layer_input=VOCABULARY, pad_token_id=None, bos_token_id=None, eos_token_id=1,
+    vocab_size=VOCABULARY, vocab_size_per_layer_input=VOCABULARY,
     hidden_size=32, d_model=32, n_embd=32, num_hidden_layers=6, n_layer=6,
     num_attention_heads=4, n_head=4, num_key_value_heads=2, head_dim=8, global_head_dim=8, num_global_key_value_heads=2,
     intermediate_size=48, attn_intermediate_size=48, mlp_intermediate_size=48, intermediate_size_mlp=48, ffn_hidden_size=48,
@@ -22,12 +22,13 @@ NUMBERS: dict[str, Any] = dict(
     kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, hidden_size_per_layer_input=8,
 )  # fmt: skip
 """What is small, by the name that families give it."""
+TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": 1}
 LINEAR = {"layer_types": ["linear_attention", "full_attention"] * 3}
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
 CHANGES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [2, 4]},
     "cohere": {"logit_scale": 0.25},
-    "cwm": {"bos_token_id": 0},
+    "cwm": {"bos_token_id": 0, "pad_token_id": 0},
     "deepseek_v2": {"num_key_value_heads": 4},
     "deepseek_v3": {"num_key_value_heads": 4},
     "falcon_h1": {"mamba_d_ssm": 64},
@@ -75,7 +76,7 @@ def config_of(family: str) -> PreTrainedConfig:
     kind: Any = CONFIG_MAPPING[family]
     usual = kind()
     text = usual.get_text_config(decoder=True)
-    asked = {name: value for name, value in NUMBERS.items() if _has(text, name)} | CHANGES.get(family, {})
+    asked = {name: value for name, value in NUMBERS.items() if _has(text, name)} | TOKENS | CHANGES.get(family, {})
     if text is usual:
         return kind(**asked)
     small = type(text)(**asked | CHANGES.get(text.model_type, {}))
@@ -88,7 +89,7 @@ def config_of(family: str) -> PreTrainedConfig:
 
 def _has(config: PreTrainedConfig, name: str) -> bool:
     try:
-        return hasattr(config, name)
+        return getattr(config, name, None) is not None
     except RuntimeError:  # a number that differs from layer to layer
         return False
 

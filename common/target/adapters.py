@@ -160,13 +160,15 @@ def first_layer_only(whole: PreTrainedConfig) -> PreTrainedConfig:
             depth = getattr(config, name, None)
             if isinstance(depth, int):
                 alike = {key: value[:1] for key, value in vars(config).items() if isinstance(value, list) and len(value) == depth}
-                for key, value in ({name: 1} | (alike if config is text else {})).items():
+                shared = {"num_kv_shared_layers": 0} if hasattr(config, "num_kv_shared_layers") else {}  # with layers that are gone
+                for key, value in ({name: 1} | (alike | shared if config is text else {})).items():
                     setattr(config, key, value)
     return whole
 
 
 def _shrink(config: PreTrainedConfig) -> None:
-    changes: dict[str, Any] = {"vocab_size": ROWS, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    changes: dict[str, Any] = {"vocab_size": ROWS}
+    changes |= {name: 0 if getattr(config, name, None) is not None else None for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
     changes |= {name: NARROW for name in ("intermediate_size", "moe_intermediate_size") if isinstance(getattr(config, name, None), int)}
     changes["tie_word_embeddings"] = False
     for name, value in changes.items():

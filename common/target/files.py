@@ -89,6 +89,7 @@ def read_spec(folder: str | Path, trust_remote_code: bool = False) -> TargetSpec
         config = whole.get_text_config(decoder=True)
     except Exception as error:  # the code and JSON of any family: transformers raises many kinds
         raise UserError(f"{folder / 'config.json'} is not understood by this version of transformers: {first_line(error)}") from None
+    config.allow_global_per_layer_attribute_access = True  # where layers differ, the drafter is given the config's general number
     number = _Numbers(folder / "config.json", config)
     heads, hidden = number("num_attention_heads"), number("hidden_size")
     rope, scaling = _rope(config)
@@ -138,7 +139,10 @@ class _Numbers:
 
 
 def _mlp_width(config: PreTrainedConfig, number: _Numbers, hidden: int) -> int:
-    """The width of the target's MLP; of a mixture without a dense one, what a token goes through."""
+    """The width of the target's MLP; of layers that differ the widest, of a mixture without a dense one what a token goes through."""
+    widths = getattr(config, "intermediate_size", None)
+    if isinstance(widths, list) and widths and all(type(width) is int for width in widths):
+        return max(widths)
     chosen = (getattr(config, "moe_intermediate_size", None) or 0) * (getattr(config, "num_experts_per_tok", None) or 0)
     return number("intermediate_size", chosen or 3 * hidden)
 

@@ -12,6 +12,7 @@ from common.errors import UserError
 from common.target.adapters import first_layer_only, first_line
 from common.target.placement import Placement, load_placed
 
+MISMATCHED, UNKNOWN = "of another shape", "unknown"
 OTHER_TOWERS = ("visual", "vision_tower", "vision_model", "multi_modal_projector", "audio_tower", "mtp")
 """Parts of a checkpoint that a text model does not have."""
 
@@ -35,9 +36,15 @@ def load_causal_lm(
 
 
 def load_first_layer(folder: str | Path, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The same with its first layer alone: all of its vocabulary. Raises: UserError if a tensor of these is missing."""
-    model, problems = _load(folder, dtype, device, "target.path", trust_remote_code, first_layer_only)
-    if problems := [problem for problem in problems if "unknown" not in problem]:
+    """The same with its first layer alone: all of its vocabulary. Families whose tensors depend on the number of layers come whole.
+
+    Raises: UserError if a tensor of these is missing.
+    """
+    flag = "target.path"
+    model, problems = _load(folder, dtype, device, flag, trust_remote_code, first_layer_only)
+    if any(MISMATCHED in problem for problem in problems):
+        return load_causal_lm(folder, dtype, device, flag, trust_remote_code)
+    if problems := [problem for problem in problems if UNKNOWN not in problem]:
         raise UserError(f"{folder} has no head or no embedding that transformers finds: {'; '.join(problems)}; fetch it again")
     return model
 
@@ -80,8 +87,8 @@ def loading_problems(report: dict[str, Any]) -> list[str]:
     mismatched = [entry[0] if isinstance(entry, tuple) else entry for entry in report.get("mismatched_keys", ())]
     for what, keys in (
         ("missing", report.get("missing_keys", ())),
-        ("of another shape", mismatched),
-        ("unknown", unknown),
+        (MISMATCHED, mismatched),
+        (UNKNOWN, unknown),
     ):
         if keys := sorted(keys):
             problems.append(f"{len(keys)} tensors {what} ({', '.join(keys[:3])}{', ...' if len(keys) > 3 else ''})")
