@@ -223,6 +223,11 @@ class LiLiCorr(DrafterFamily):
 
 def products(hidden_AJD: Tensor, head_VD: Tensor, tokens_AJk: Tensor) -> Tensor:
     """Logits of a few tokens of every slot, rounded as the whole product with the head is: float32 or wider, [A, J, k]."""
+    signature = (tokens_AJk.shape, hidden_AJD.dtype, hidden_AJD.requires_grad)
+    return compile_cache.handle("products", _products, tokens_AJk.device, signature)(hidden_AJD, head_VD, tokens_AJk)
+
+
+def _products(hidden_AJD: Tensor, head_VD: Tensor, tokens_AJk: Tensor) -> Tensor:
     wide = torch.promote_types(hidden_AJD.dtype, torch.float32)
-    of = ((hidden_AJD.to(wide) * F.embedding(tokens_AJ, head_VD).to(wide)).sum(-1) for tokens_AJ in tokens_AJk.unbind(-1))
-    return torch.stack([logits_AJ.to(hidden_AJD.dtype).to(wide) for logits_AJ in of], dim=-1)
+    logits_AJk = (hidden_AJD[:, :, None].to(wide) * F.embedding(tokens_AJk, head_VD).to(wide)).sum(-1)
+    return logits_AJk.to(hidden_AJD.dtype).to(wide)
