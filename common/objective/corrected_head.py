@@ -18,9 +18,13 @@ from torch import Tensor
 from common import compile_cache
 from common.config import ObjectiveConfig
 from common.objective.blocks import Blocks
-from common.objective.head import Teacher, slot_terms, spans
+from common.objective.head import CHUNK_LOGITS, Teacher, slot_terms, spans
 from common.objective.losses import Loss, cross_entropy, total_variation, weigh
 from common.target.vocabulary import Vocabulary
+
+
+TILE = 128
+"""Rows of a tile of the products: whole tiles, or the blocks of a packet leave a chunk of a few rows over."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,9 @@ def corrected_loss(
     """
     if config.head == "checkpoint":
         return _by_autograd(hidden_AJD, before_AJS, table_VS, vocabulary, blocks, mixture, config, teacher, chunk_anchors)
-    chunks = spans(len(hidden_AJD), hidden_AJD.shape[1] * vocabulary.head.shape[0], chunk_anchors)
+    slots, tokens = hidden_AJD.shape[1], vocabulary.head.shape[0]
+    rows = -(-CHUNK_LOGITS // tokens // TILE) * TILE
+    chunks = spans(len(hidden_AJD), slots * tokens, chunk_anchors or max(1, rows // slots))
     return Corrected(*_CorrectedHead.apply(hidden_AJD, before_AJS, table_VS, vocabulary, blocks, mixture, config, teacher, chunks))
 
 
