@@ -22,7 +22,6 @@ from common.objective.head import CHUNK_LOGITS, Teacher, slot_terms, spans
 from common.objective.losses import Loss, cross_entropy, total_variation, weigh
 from common.target.vocabulary import Vocabulary
 
-
 TILE = 128
 """Rows of a tile of the products: whole tiles, or the blocks of a packet leave a chunk of a few rows over."""
 
