@@ -10,8 +10,6 @@ import pytest
 import yaml
 from ranks import start_fork_server
 
-import prepare_data
-
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -20,16 +18,10 @@ SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VOCABULARY_ROWS = 272  # 256 bytes, the special tokens, and unused rows for the mask token
 
 
-def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
-    """Mark what starts processes, so that `.ci/run` can run the rest beside it."""
-    for item in items:
-        if any(getattr(value, "__module__", None) == "ranks" for value in vars(item.module).values()):
-            item.add_marker("processes")
-
-
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Have everything imported for the ranks, before any test starts a server that has not."""
-    if any(item.get_closest_marker("processes") for item in session.items):
+    modules = {item.module for item in session.items if isinstance(item, pytest.Function)}
+    if any(getattr(value, "__module__", None) == "ranks" for module in modules for value in vars(module).values()):
         start_fork_server()
 
 
@@ -138,5 +130,7 @@ def conversations(count: int, seed: int) -> Iterator[list[dict[str, str]]]:
 
 def pack(target: Path, conversations_file: Path, folder: Path) -> Path:
     """Run `prepare_data.py pack`; returns the store's folder."""
+    import prepare_data
+
     prepare_data.main(["pack", str(conversations_file), "--target", str(target), "--output", str(folder)])
     return folder
