@@ -9,6 +9,7 @@ import ast
 import copy
 import dataclasses
 import difflib
+import functools
 import inspect
 import math
 import os
@@ -201,6 +202,7 @@ def _describe(section: Any, prefix: str) -> Iterator[str]:
         yield from textwrap.wrap(meanings.get(f.name, ""), 112, initial_indent="      ", subsequent_indent="      ")
 
 
+@functools.cache
 def _meanings(section: type) -> dict[str, str]:
     """The docstrings beneath a dataclass's fields."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body

@@ -25,7 +25,8 @@ from typing import IO, Any
 REPOSITORY = Path(__file__).resolve().parent.parent
 WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
 """These tests are about ranks on CPUs; a box with one GPU would refuse three of them."""
-PRELOAD = ["pytest", "torch.distributed.run", "torch._dynamo", "transformers.models.qwen3.modeling_qwen3", "train_drafter", "prepare_data"]
+PRELOAD = ["pytest", "torch.distributed.run", "torch._dynamo", "transformers.models.qwen3.modeling_qwen3"]
+PRELOAD += ["train_drafter", "prepare_data", "tests.warm"]
 """What ranks import: seconds for each of them, if the process that they are forked from had not done it once."""
 
 
