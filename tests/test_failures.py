@@ -63,9 +63,9 @@ def wait_for(job, condition, output):
 
 def kill_target_1(rank):
     if rank == 1:
-        from common.target.model import Target
+        from serve_targets import Server
 
-        kill_at_call(Target, "capture", 4, True, rank)
+        kill_at_call(Server, "_capture", 4, True, rank)
 
 
 def at_the_fourth_call(of, method, act):
@@ -83,9 +83,9 @@ def at_the_fourth_call(of, method, act):
 def target_that_computes_for_ever(rank):
     """Its heart goes on beating, so that only the time it spends in one capture tells."""
     if rank == 1:
-        from common.target.model import Target
+        from serve_targets import Server
 
-        at_the_fourth_call(Target, "capture", threading.Event().wait)
+        at_the_fourth_call(Server, "_capture", threading.Event().wait)
 
 
 def drafter_that_is_frozen(rank):
@@ -231,9 +231,9 @@ def test_a_signal_to_any_drafter_stops_all_ranks(tiny_preset, tmp_path):
 def first_target_asks(rank):
     """SIGINT reaches a target before its fifth capture."""
     if rank == 0:
-        from common.target.model import Target
+        from serve_targets import Server
 
-        at_the_fourth_call(Target, "capture", lambda: os.kill(os.getpid(), signal.SIGINT))
+        at_the_fourth_call(Server, "_capture", lambda: os.kill(os.getpid(), signal.SIGINT))
 
 
 def test_a_signal_to_a_target_stops_all_ranks(tiny_preset, tmp_path):

@@ -255,9 +255,9 @@ def kill_the_second_drafter(rank):
 
 def kill_the_first_target(rank):
     if rank == 0:
-        from common.target.model import Target
+        from serve_targets import Server
 
-        kill_at_call(Target, "capture", 9, True, rank)
+        kill_at_call(Server, "_capture", 9, True, rank)
 
 
 @pytest.mark.parametrize("kill", [kill_the_second_drafter, kill_the_first_target])
