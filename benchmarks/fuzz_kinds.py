@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.hostile import PIECES, damage, hostile_json
-from common import config_reader
+from common import config_help, config_reader
 from common.config import DrafterConfig
 from common.data.chat import Chat, load_tokenizer
 from common.data.conversations import Rejected
@@ -48,7 +48,7 @@ Case = Callable[[random.Random], None]
 
 def overrides(folder: Path) -> Case:
     """Values of real keys on the command line."""
-    keys = [line.split("=")[0].strip() for line in config_reader.describe_keys(family_options()).splitlines() if "  (" in line]
+    keys = [line.split("=")[0].strip() for line in config_help.describe_keys(family_options()).splitlines() if "  (" in line]
 
     def case(draw: random.Random) -> None:
         given = [f"{draw.choice(keys)}={_yaml(draw)}" for _ in range(draw.randint(1, 2))]

@@ -1,23 +1,18 @@
-"""From YAML and `section.key=value` overrides to a Config: reading, checking, and the help text.
+"""From YAML and `section.key=value` overrides to a Config: reading and checking.
 
 Unknown keys, wrong types and contradictions raise `UserError`. A drafter family's own settings are read as further keys of the `drafter`
 section: `families` maps every family's name to the dataclass of its settings, or to None.
 """
 
 import argparse
-import ast
 import copy
 import dataclasses
 import difflib
-import functools
-import inspect
 import math
 import os
 import reprlib
-import textwrap
-import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +20,13 @@ import yaml
 
 from common import yaml_text
 from common.config import BEFORE, Bounds, Config
+from common.config_help import PLAIN, Families, describe_keys, options_of, type_name
 from common.errors import UserError
 
 DEFAULT_PRESET = Path(__file__).resolve().parent.parent / "launch" / "presets" / "quickstart.yaml"
-Families = Mapping[str, type | None]
-PLAIN: Families = {"dflash": None}
 PATHS = ("target.path", "data.path", "validation.path", "drafter.init", "checkpoint.resume", "log.dir")
 NAME_BYTES, PATH_BYTES = 255, 4000
 """The longest name of a file and of a path that Linux takes; of a path, less what the suite writes beneath it."""
-TYPE_NAMES = {int: "int", float: "float", str: "str", bool: "bool", type(None): "null"}
 
 
 def load(path: str | Path | None = None, overrides: Sequence[str] = (), families: Families = PLAIN) -> Config:
@@ -179,40 +172,6 @@ def from_command_line(argv: Sequence[str], description: str, families: Families 
     return load(arguments.config, arguments.overrides, families)
 
 
-def describe_keys(families: Families = PLAIN) -> str:
-    """Every key with its default, its type and its meaning, for `--help`."""
-    lines = ["keys, each with its default:"]
-    sections = [(f.name + ".", f.type) for f in dataclasses.fields(Config) if dataclasses.is_dataclass(f.type)]
-    for prefix, section in sections:
-        lines += ["", *_describe(section, prefix)]
-        for family, settings in families.items() if prefix == "drafter." else ():
-            if settings is not None:
-                lines += ["", f"  with drafter.family={family}:", *_describe(settings, prefix)]
-    return "\n".join([*lines, "", *_describe(Config, "")])
-
-
-def _describe(section: Any, prefix: str) -> Iterator[str]:
-    meanings = _meanings(section)
-    for f in dataclasses.fields(section):
-        if f.metadata.get("hidden") or dataclasses.is_dataclass(f.type):
-            continue
-        value = f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
-        shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else f"{value}" or "''"
-        yield f"  {prefix}{f.name}={shown}  ({_type_name(f.type)})"
-        yield from textwrap.wrap(meanings.get(f.name, ""), 112, initial_indent="      ", subsequent_indent="      ")
-
-
-@functools.cache
-def _meanings(section: type) -> dict[str, str]:
-    """The docstrings beneath a dataclass's fields."""
-    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
-    found = {}
-    for field, following in zip(tree.body, tree.body[1:], strict=False):  # type: ignore[attr-defined]
-        if isinstance(field, ast.AnnAssign) and isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
-            found[typing.cast(ast.Name, field.target).id] = " ".join(str(following.value.value).split())
-    return found
-
-
 def _apply_override(tree: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals:
@@ -272,31 +231,9 @@ def _build(cls: Any, tree: Mapping[Any, Any], prefix: str) -> Any:
     return cls(**values)
 
 
-def _options(annotation: Any) -> tuple[Any, ...]:
-    """The members of a union, or the annotation itself."""
-    return typing.get_args(annotation) if typing.get_origin(annotation) in (types.UnionType, typing.Union) else (annotation,)
-
-
-def _type_name(annotation: Any) -> str:
-    """A type as the user reads it: its name, choices and bounds."""
-    names = []
-    for option in _options(annotation):
-        arguments = typing.get_args(option)
-        match typing.get_origin(option):
-            case typing.Literal:
-                names.append(", ".join(arguments))
-            case typing.Annotated:
-                names.append(f"{_type_name(arguments[0])} {arguments[1]}")
-            case builtin if builtin is list:
-                names.append(f"list of {_type_name(arguments[0])}")
-            case _:
-                names.append(TYPE_NAMES[option])
-    return " or ".join(names)
-
-
 def _convert(value: Any, annotation: Any, key: str) -> Any:
     """The value as the annotation's type. Raises: UserError where it is none, or out of its bounds or choices."""
-    for option in _options(annotation):
+    for option in options_of(annotation):
         arguments, bounds = typing.get_args(option), None
         origin = typing.get_origin(option)
         if origin is typing.Annotated:
@@ -314,7 +251,7 @@ def _convert(value: Any, annotation: Any, key: str) -> Any:
             return converted
         if option is type(None) and value is None:
             return None
-    raise UserError(f"{key}={_shown(value)} must be {_type_name(annotation)}")
+    raise UserError(f"{key}={_shown(value)} must be {type_name(annotation)}")
 
 
 def _scalar(value: Any, kind: type, key: str) -> Any:

@@ -7,7 +7,8 @@ import pytest
 import yaml
 
 from common import config_reader
-from common.config_reader import describe_keys, from_dict, load, to_dict, to_yaml
+from common.config_help import describe_keys
+from common.config_reader import from_dict, load, to_dict, to_yaml
 from common.errors import UserError
 
 MOST_CHARACTERS = 1500

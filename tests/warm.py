@@ -2,7 +2,7 @@
 
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-from common.config_reader import describe_keys
+from common.config_help import describe_keys
 from common.families.registry import family_options
 
 get_checkpoint_conversion_mapping("qwen3")
