@@ -27,8 +27,8 @@ TINY: Shape = QWEN3_8B | dict(
 )  # fmt: skip
 
 
-def random_target(shape: Shape, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """A transformers model of that shape with random weights, made on the device."""
+def random_target(shape: Shape, device: torch.device, dtype: torch.dtype, layers: range | None = None) -> PreTrainedModel:
+    """A transformers model of that shape with random weights, made on the device; of a stage, the weights of its layers alone are kept."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -36,6 +36,9 @@ def random_target(shape: Shape, device: torch.device, dtype: torch.dtype) -> Pre
             model = AutoModelForCausalLM.from_config(Qwen3Config(**shape))
     finally:
         torch.set_default_dtype(before)
+    for index, layer in enumerate(model.model.layers):
+        if layers is not None and index not in layers:
+            layer.requires_grad_(False).to_empty(device="meta")
     return model.eval().requires_grad_(False)
 
 

@@ -1,6 +1,6 @@
 """Targets and drafters together: what a second drafter brings, and what links and averaging cost.
 
-    torchrun --nproc_per_node 2 -m benchmarks.scaling [--drafters D] [--sync average|ddp] [--steps 60] [--tiny]
+    torchrun --nproc_per_node 2 -m benchmarks.scaling [--drafters D] [--stages S] [--sync average|ddp] [--steps 60] [--tiny]
 
 The Qwen3-8B shape with random weights, packets of 12,288 tokens; one JSON line from the first drafter. Rates are of the
 timed steps after a warm-up of ten. Under `python` instead of torchrun one device does both.
@@ -41,6 +41,7 @@ class Setting(NamedTuple):
     sync: str = "average"
     link: str = "auto"
     row_tokens: int = 12288
+    stages: int = 1
 
 
 class NeverStop(StopRequest):
@@ -96,6 +97,7 @@ class TimedTrainer(Trainer):
                 self.context.device,
                 benchmark="scaling",
                 targets=len(self.context.layout.targets),
+                stages=self.context.layout.stages,
                 drafters=comm.size,
                 sync=self.plan.config.sync.mode,
                 ktok_per_s=values["tokens_per_s"] / 1e3,
@@ -112,9 +114,10 @@ class TimedServer(Server):
     """A target that takes part in the handshakes and prints its memory."""
 
     def run(self) -> None:
-        round_trip_us(self.context, first=True)
+        if self.context.stage == self.context.layout.stages - 1:
+            round_trip_us(self.context, first=True)
         super().run()
-        print(f"target {self.context.index}: peak {peak_gib(self.context.device):.1f} GiB", file=sys.stderr, flush=True)
+        print(f"{self.context.name}: peak {peak_gib(self.context.device):.1f} GiB", file=sys.stderr, flush=True)
 
 
 def round_trip_us(context: WorkerContext, first: bool, trips: int = 200) -> float | None:
@@ -145,7 +148,7 @@ def make_config(setting: Setting, shape: eight_billion.Shape, folder: Path) -> C
     eight_billion.write_store(folder / "store", shape["vocab_size"], 2 * setting.drafters, T, 4)
     return config_reader.from_dict(
         {
-            "target": {"path": str(folder / "target"), "dtype": "float32" if tiny else "bfloat16"},
+            "target": {"path": str(folder / "target"), "dtype": "float32" if tiny else "bfloat16", "stages": setting.stages},
             "drafter": ({"dtype": "float32", "layers": 2, "block_size": 8} if tiny else {"layers": 5, "block_size": 16})
             | {"mask_token": shape["vocab_size"] - 1},
             "data": {"path": str(folder / "store"), "pack_tokens": T},
@@ -169,7 +172,8 @@ def run_job(setting: Setting, trainer: type[TimedTrainer]) -> None:
             job.connect(plan.stage_shapes, plan.schedule)
 
             def make_server(context: WorkerContext) -> TimedServer:
-                return TimedServer(plan, context, eight_billion.random_target(shape, context.device, plan.shape.dtype))
+                layers = plan.stages[context.stage].layers
+                return TimedServer(plan, context, eight_billion.random_target(shape, context.device, plan.shape.dtype, layers))
 
             def make_trainer(context: WorkerContext) -> TimedTrainer:
                 dtype = getattr(torch, config.drafter.dtype)
@@ -181,6 +185,7 @@ def run_job(setting: Setting, trainer: type[TimedTrainer]) -> None:
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--drafters", type=int, default=1)
+    parser.add_argument("--stages", type=int, default=1)
     parser.add_argument("--sync", default="average", choices=("average", "ddp"))
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--row-tokens", type=int, default=12288)
@@ -188,7 +193,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--tiny", action="store_true")
     asked = parser.parse_args(argv)
     drafters = asked.drafters if int(os.environ.get("WORLD_SIZE", 1)) > 1 else 1
-    run_job(Setting(asked.tiny, asked.steps, drafters, asked.sync, asked.link, asked.row_tokens), TimedTrainer)
+    run_job(Setting(asked.tiny, asked.steps, drafters, asked.sync, asked.link, asked.row_tokens, asked.stages), TimedTrainer)
 
 
 if __name__ == "__main__":

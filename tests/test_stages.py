@@ -1,19 +1,30 @@
 """A target spread over several devices is still one target: the drafter must not be able to tell."""
 
+import functools
 import json
+import os
+import signal
+import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
 from conftest import build_target, build_tokenizer
 from ranks import Job
+from test_failures import at_the_fourth_call
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3MoeConfig
 
 import train_drafter
+from common import config_reader
 from common.config import Config
 from common.distributed.roles import Announcement, make_layout, split
 from common.errors import UserError
+from common.target.meta import TargetSize, target_size
 from common.target.stages import cut
+from common.training import costs
+from common.training.description import describe
+from common.training.plan import make_plan
 
 SMALL = dict(
     vocab_size=272, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
@@ -146,6 +157,32 @@ def test_what_does_not_add_up_is_refused_in_words(attempt, words):
 
 
 @pytest.mark.parametrize(("costs", "sizes"), [([1] * 7, [3, 2, 2]), ([9, 1, 1, 1, 1], [1, 2, 2]), ([1, 2, 3, 4, 5, 6], [3, 2, 1])])
+def test_the_start_up_says_what_each_stage_runs_and_holds(tiny_preset, tiny_target, monkeypatch):
+    """A user cuts a target by these figures; embedding and experts count in bytes, and what a token does not go through costs no time."""
+    job = SimpleNamespace(first_per_host=lambda find: find(), drafters=1)
+
+    def said(*overrides):
+        plan = make_plan(config_reader.load(tiny_preset, ["objective.loss=kl", *overrides]), job)
+        assert [shape.width for shape in plan.stage_shapes][-1] == plan.shape.width == 3 * 32
+        return plan, describe(plan, layout_of([2 * plan.config.target.stages + 1], plan.config.target.stages))
+
+    plan, text = said("target.stages=3")
+    assert (
+        "stages   layers 0-0, 1-2, 3-3: even in arithmetic a token" in text or "stages   layers 0-1, 2-2, 3-3: even in arithmetic" in text
+    )
+    assert "split    2 targets of 3 stages + 1 drafters" in text and text.count("GiB") == 2
+    assert [shape.width // 32 for shape in plan.stage_shapes] == [1 + sum(t < s.layers.stop for t in (1, 2)) for s in plan.stages[:-1]] + [
+        3
+    ]
+    sizes = costs.stage_sizes(plan)
+    assert sum(size.held for size in sizes) == target_size(tiny_target, None).held == costs.stage_sizes(said()[0])[0].held
+    monkeypatch.setattr(
+        "common.target.stages.part_sizes", lambda *_: (TargetSize(1000, 0), [TargetSize(held, 1) for held in (10, 10, 500, 500)])
+    )
+    assert "layers 0-0, 1-3: even in bytes" in said("target.stages=2", "target.balance=bytes")[1]
+    assert "layers 0-1, 2-3: even in arithmetic" in said("target.stages=2")[1]
+
+
 def test_layers_are_cut_where_stages_cost_alike(costs, sizes):
     """A chain is as fast as its slowest stage, and fits if its largest does."""
     assert sorted(cut(costs, 3)) == sorted(sizes)
@@ -155,3 +192,49 @@ def test_layers_are_cut_where_stages_cost_alike(costs, sizes):
 def _parts(costs, sizes):
     costs = iter(costs)
     return [[next(costs) for _ in range(size)] for size in sizes]
+
+
+def middle_stage(act, rank):
+    """What happens to the middle of three stages before its fourth packet."""
+    if rank == 1:
+        from serve_targets import Server
+
+        at_the_fourth_call(Server, "capture", act)
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang():
+    threading.Event().wait()
+
+
+def ask_for_a_stop():
+    os.kill(os.getpid(), signal.SIGUSR1)
+
+
+@pytest.mark.parametrize("act", [die, hang])
+def test_a_stage_that_dies_or_hangs_is_named_and_ends_the_job(preset, tmp_path, act):
+    """Its neighbours wait for it and not for a drafter: else eight ranks burn their allocation, or blame each other."""
+    options = "target.stages=3", "optim.steps=100000", "topology.timeout_s=2"
+    with Job(["--config", preset, f"log.dir={tmp_path / 'run'}", *options], 4, functools.partial(middle_stage, act)) as job:
+        others = [process for rank, process in enumerate(job.processes) if rank != 1]
+        job.wait_until(lambda: not any(process.is_alive() for process in others), timeout_s=40)
+        assert all(process.exitcode > 0 for process in others)
+        error = next(line for line in job.output.splitlines() if line.startswith(("error", "Traceback")))
+        assert error.startswith("error: target 0 stage 1 of 3 (rank 1 on "), job.output
+
+
+def test_a_stop_reaches_every_stage_and_another_chain_goes_on(preset, tmp_path):
+    """SIGUSR1 to a middle stage ends all ranks with 0; whoever then has fewer devices, or more, goes on bit by bit."""
+    options = "optim.steps=12", "sync.every=2", "checkpoint.every=12", "validation.every=100"
+    straight = run(preset, tmp_path / "straight", *options)
+    command = ["--config", preset, f"log.dir={tmp_path / 'run'}", *options, "target.stages=3"]
+    with Job(command, 4, functools.partial(middle_stage, ask_for_a_stop)) as job:
+        assert job.wait() == [0] * 4, job.output
+        assert "stopped after step" in job.output
+    (tmp_path / "run" / "STOP").touch()
+    threads = "topology.mode=threads", "target.stages=2"
+    assert len(run(preset, tmp_path / "run", *options, *threads)) < len(straight)
+    assert run(preset, tmp_path / "run", *options) == straight
