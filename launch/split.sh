@@ -3,6 +3,7 @@
 #   ENDPOINT=first-node:29400 launch/split.sh targets  6 [--config FILE] [section.key=value ...]
 #   ENDPOINT=first-node:29400 launch/split.sh drafters 2 [--config FILE] [section.key=value ...]
 # The number is that agent's ranks; agents may differ in it. Config and overrides must be the same everywhere.
+# With target.stages=S all targets' ranks together are a multiple of S; a chain may span agents.
 
 ENDPOINT=${ENDPOINT:-localhost:29400}  # where the agents meet: a node of the job and a free port on it
 AGENTS=${AGENTS:-2}                    # how often this script is started in all
@@ -11,7 +12,7 @@ TORCHRUN=${TORCHRUN:-torchrun}
 MAX_RESTARTS=${MAX_RESTARTS:-12}
 
 usage() {
-    sed -n '2,5s/^# //p' "$0" >&2
+    sed -n '2,6s/^# //p' "$0" >&2
     exit 2
 }
 
