@@ -156,7 +156,6 @@ def test_what_does_not_add_up_is_refused_in_words(attempt, words):
         attempt()
 
 
-@pytest.mark.parametrize(("costs", "sizes"), [([1] * 7, [3, 2, 2]), ([9, 1, 1, 1, 1], [1, 2, 2]), ([1, 2, 3, 4, 5, 6], [3, 2, 1])])
 def test_the_start_up_says_what_each_stage_runs_and_holds(tiny_preset, tiny_target, monkeypatch):
     """A user cuts a target by these figures; embedding and experts count in bytes, and what a token does not go through costs no time."""
     job = SimpleNamespace(first_per_host=lambda find: find(), drafters=1)
@@ -167,9 +166,7 @@ def test_the_start_up_says_what_each_stage_runs_and_holds(tiny_preset, tiny_targ
         return plan, describe(plan, layout_of([2 * plan.config.target.stages + 1], plan.config.target.stages))
 
     plan, text = said("target.stages=3")
-    assert (
-        "stages   layers 0-0, 1-2, 3-3: even in arithmetic a token" in text or "stages   layers 0-1, 2-2, 3-3: even in arithmetic" in text
-    )
+    assert "stages   layers 0-0, 1-1, 2-3: even in arithmetic a token" in text
     assert "split    2 targets of 3 stages + 1 drafters" in text and text.count("GiB") == 2
     assert [shape.width // 32 for shape in plan.stage_shapes] == [1 + sum(t < s.layers.stop for t in (1, 2)) for s in plan.stages[:-1]] + [
         3
@@ -183,6 +180,7 @@ def test_the_start_up_says_what_each_stage_runs_and_holds(tiny_preset, tiny_targ
     assert "layers 0-1, 2-3: even in arithmetic" in said("target.stages=2")[1]
 
 
+@pytest.mark.parametrize(("costs", "sizes"), [([1] * 7, [3, 2, 2]), ([9, 1, 1, 1, 1], [1, 2, 2]), ([1, 2, 3, 4, 5, 6], [3, 2, 1])])
 def test_layers_are_cut_where_stages_cost_alike(costs, sizes):
     """A chain is as fast as its slowest stage, and fits if its largest does."""
     assert sorted(cut(costs, 3)) == sorted(sizes)
@@ -199,7 +197,7 @@ def middle_stage(act, rank):
     if rank == 1:
         from serve_targets import Server
 
-        at_the_fourth_call(Server, "capture", act)
+        at_the_fourth_call(Server, "_capture", act)
 
 
 def die():
