@@ -71,8 +71,15 @@ def test_end_to_end_compares_the_whole_with_its_parts():
 
 def test_scaling_counts_targets_and_drafters():
     """The figures of two GPUs and of eight are compared by it."""
-    (case,) = cases_of("scaling", "--drafters", "2", "--tiny", "--steps", "5", ranks=3)
-    assert (case["targets"], case["drafters"]) == (1, 2) and case["ktok_per_s"] > 0 and case["handshake_us"] > 0
+    (case,) = cases_of("scaling", "--drafters", "2", "--stages", "2", "--tiny", "--steps", "5", ranks=4)
+    assert (case["targets"], case["stages"], case["drafters"]) == (1, 2, 2) and case["ktok_per_s"] > 0 and case["handshake_us"] > 0
+
+
+def test_stages_compares_chains_with_one_stage():
+    """What a hop costs decides whether a target that just fits one GPU is better spread over two."""
+    cases = cases_of("stages", "--tiny")
+    assert [case["stages"] for case in cases] == [1, 2, 3] and all(case["bit_equal"] and case["ms_per_packet"] > 0 for case in cases)
+    assert [len(case["loading"]) for case in cases] == [1, 2, 3] and cases[0]["handover_share"] == 0
 
 
 @pytest.mark.parametrize("weights", ["random", "real"])
