@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import re
 import signal
 import threading
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from common.target.stages import cut
 from common.training import costs
 from common.training.description import describe
 from common.training.plan import make_plan
+from serve_targets import Server
 
 SMALL = dict(
     vocab_size=272, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
@@ -195,8 +197,6 @@ def _parts(costs, sizes):
 def middle_stage(act, rank):
     """What happens to the middle of three stages before its fourth packet."""
     if rank == 1:
-        from serve_targets import Server
-
         at_the_fourth_call(Server, "_capture", act)
 
 
@@ -224,15 +224,18 @@ def test_a_stage_that_dies_or_hangs_is_named_and_ends_the_job(preset, tmp_path, 
         assert error.startswith("error: target 0 stage 1 of 3 (rank 1 on "), job.output
 
 
-def test_a_stop_reaches_every_stage_and_another_chain_goes_on(preset, tmp_path):
+def test_a_stop_reaches_every_stage_and_another_chain_goes_on(preset, tmp_path, monkeypatch, capsys):
     """SIGUSR1 to a middle stage ends all ranks with 0; whoever then has fewer devices, or more, goes on bit by bit."""
-    options = "optim.steps=12", "sync.every=2", "checkpoint.every=12", "validation.every=100"
-    straight = run(preset, tmp_path / "straight", *options)
-    command = ["--config", preset, f"log.dir={tmp_path / 'run'}", *options, "target.stages=3"]
+    options = "sync.every=2", "checkpoint.every=100000", "validation.path=null", "optim.schedule=constant", "optim.warmup=0"
+    without_end = *options, "optim.steps=100000"
+    command = ["--config", preset, f"log.dir={tmp_path / 'run'}", *without_end, "target.stages=3"]
     with Job(command, 4, functools.partial(middle_stage, ask_for_a_stop)) as job:
         assert job.wait() == [0] * 4, job.output
-        assert "stopped after step" in job.output
-    (tmp_path / "run" / "STOP").touch()
-    threads = "topology.mode=threads", "target.stages=2"
-    assert len(run(preset, tmp_path / "run", *options, *threads)) < len(straight)
-    assert run(preset, tmp_path / "run", *options) == straight
+        first = int(re.search(r"stopped after step (\d+)", job.output)[1])
+    with monkeypatch.context() as patch:
+        patch.setattr(Server, "_capture", Server._capture)  # what `at_the_fourth_call` puts there is taken away again
+        at_the_fourth_call(Server, "_capture", ask_for_a_stop)
+        run(preset, tmp_path / "run", *without_end, "topology.mode=threads", "target.stages=2")
+    second = int(re.search(r"stopped after step (\d+)", capsys.readouterr().out)[1])
+    assert 0 < first < second
+    assert records(tmp_path / "run") == run(preset, tmp_path / "straight", *options, f"optim.steps={second}")
