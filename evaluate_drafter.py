@@ -20,12 +20,14 @@ import transformers
 from common.cli import add_device, add_trust, check_output, json_object, positive, run_script, whole, writing
 from common.data.prompts import Question, read_questions
 from common.decoding.speculate import Way
+from common.errors import UserError
 from common.evaluation import advice, served
 from common.evaluation.asking import Asking, Turn
 from common.evaluation.measure import Results, by_decoding, by_replay, differences, timed
 from common.evaluation.plot import check_plot, plot
 from common.evaluation.report import by_position, by_set, mean_tau, prompt_lookup, ratio, summarize, table
 from common.evaluation.subject import Questioned, Subject
+from common.evaluation.trained import compare_with_training
 from common.generation.backends import LocalBackend
 from common.generation.conversation_file import is_loop
 from common.generation.server import ServerBackend
@@ -48,6 +50,8 @@ def main(argv: list[str]) -> None:
     if arguments.json:
         with writing("--json", arguments.json):
             Path(arguments.json).write_text(json.dumps(report, indent=1) + "\n")
+    if arguments.drafter and (problems := report["training"]["problems"]):
+        raise UserError("; ".join(problems))
 
 
 def by_server(arguments: argparse.Namespace, asking: Asking, questions: list[Question]) -> tuple[dict[str, Any], list[Turn]]:
@@ -78,6 +82,7 @@ def by_drafter(
         results = by_replay(subject, turns, ways, lead, arguments.verify, compare)
         results.seconds = seconds | results.seconds
     report = describe(arguments, subject) | numbers(arguments, subject, results)
+    report["training"] = compare_with_training(arguments.drafter, subject, results, report)
     if arguments.advise:
         tau = {way: run["tau"] for way, run in zip(results.ways, report["runs"], strict=True) if run["tau"] is not None}
         context_tokens = max(len(answer.prompt) + len(answer.tokens) for answer in results.answers)

@@ -229,6 +229,12 @@ class TokenStore:
         self._highest = int(np.flatnonzero(self._used)[-1])
         self.source_of, self._arrays = sources, arrays
 
+    @property
+    def packed_with(self) -> dict[str, str]:
+        """Hashes of what made text of its conversations and tokens of the text; those that a store of earlier versions knows."""
+        kinds = {"chat template": "template_digest", "added tokens": "added_tokens_digest"}
+        return {what: str(self.meta[key]) for what, key in kinds.items() if key in self.meta}
+
     def __len__(self) -> int:
         return len(self.lengths)
 
@@ -238,11 +244,13 @@ class TokenStore:
         Raises: UserError naming both.
         """
         tokenizer, packed_for = Path(folder) / "tokenizer.json", self.meta.get("target", "another target")
-        packed_with = self.meta.get("vocabulary_digest")
+        packed_with, added = self.meta.get("vocabulary_digest"), self.meta.get("added_tokens_digest")
         if self._highest >= vocab_size:
             what = f"holds token {self._highest}, but the embedding of {folder} has {vocab_size} rows"
         elif packed_with and tokenizer.is_file() and _vocabulary_of(tokenizer) != packed_with:
             what = f"was packed with another tokenizer than that of {folder}"
+        elif added and tokenizer.is_file() and added_tokens_digest(tokenizer.read_text()) != added:
+            what = f"was packed with other added tokens than those of {folder}, so that texts become other tokens"
         else:
             return
         raise UserError(f"{self.folder} {what} (it was packed for {packed_for}); pack it again with --target {folder}")

@@ -17,7 +17,7 @@ which earlier answers are context only. So each answer is there once, behind exa
 sequence becomes a document.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -71,6 +71,12 @@ MISFITS = {
     "template_digest": "written with another chat template or other --chat-template-kwargs",
     "conversation_digest": "messages changed after they were written",
 }
+
+
+def packed_otherwise(chat: Chat, packed_with: Mapping[str, str]) -> list[str]:
+    """What a store was packed with (`TokenStore.packed_with`) that is another here, by name."""
+    mine = {"chat template": chat.template_digest, "added tokens": chat.added_tokens_digest}
+    return [what for what, found in packed_with.items() if mine.get(what, found) != found]
 
 
 def _written_with(chat: Chat, row: dict[str, Any]) -> dict[str, str]:

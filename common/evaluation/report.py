@@ -92,7 +92,7 @@ def table(report: Mapping[str, Any]) -> str:
     lines += ["", f"{'tokens known':24}" + "".join(f"{'< ' + str(part['below']):>8}" for part in report["tau_by_position"])]
     lines.append(f"{'tau':24}" + "".join(number(part["tau"], 8) for part in report["tau_by_position"]))
     full, loops = number(report["full_accept_rate"]), report["loops"]
-    lines += ["", f"all drafts right in {full} of verifications; {loops:.0%} of answers loop", *_sample(report)]
+    lines += ["", f"all drafts right in {full} of verifications; {loops:.0%} of answers loop", *_sample(report), *_training(report)]
     return "\n".join(lines)
 
 
@@ -126,6 +126,15 @@ def _sample(report: Mapping[str, Any]) -> list[str]:
     if gaps := [difference["score_gap"] for difference in sample["differences"] if difference]:
         lines.append(f"{len(gaps)} part from what was replayed where the target's own scores differ by at most {max(gaps):.3g}")
     return lines
+
+
+def _training(report: Mapping[str, Any]) -> list[str]:
+    """What the drafter's own run measured on the held-out conversations that were asked here, for a person."""
+    if not (found := report["training"]).get("asked"):
+        return []
+    line = f"{found['asked']} of these prompts were held out: tau {number(found['tau_held_out'])} on the answers held out with them, "
+    line += f"{number(found['tau_written'])} on those written here, {found['other_tokens']} of them other tokens"
+    return [line + ("" if found["heldout_tau"] is None else f"; all held-out turns in training: {found['heldout_tau']:.2f}")]
 
 
 def mean_tau(accepted: Iterable[Iterable[int]]) -> float | None:

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -45,6 +46,8 @@ class Drafted:
 
 Conditionals = Callable[[int, Tensor], Tensor]
 """(a predicted slot, the tokens before it, int64 [A]) -> the slot's logits [A, V], -inf for tokens that are never proposed."""
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Proposer(ABC):
@@ -214,15 +217,23 @@ class DrafterFamily(ABC):
         return Report(errors + config_errors(config, spec, target, self.architecture), engine_notes(config, spec, target))
 
     def export(
-        self, folder: str | Path, tensors: Mapping[str, Tensor], spec: DrafterSpec, target: TargetSpec, dtype: str, feature_dtype: str
+        self,
+        folder: str | Path,
+        tensors: Mapping[str, Tensor],
+        spec: DrafterSpec,
+        target: TargetSpec,
+        dtype: str,
+        feature_dtype: str,
+        known: Mapping[str, Any] = NOTHING,
     ) -> Path:
         """Write the exported form of a drafter's tensors ({parameter name: tensor}), checked, whole or not at all.
 
-        `target` is the target it must serve; `dtype` the weights' and `feature_dtype` the features' type, as names.
+        `target` is the target it must serve; `dtype` the weights' and `feature_dtype` the features' type, as names; `known` is what else
+        the config shall say of the training, at top level.
         Raises: UserError if what would be written is not loader-ready.
         """
         spec, tensors = unscaled(spec, tensors)
-        config, parts = self.export_config(spec, target, dtype, feature_dtype), split(spec, tensors)
+        config, parts = self.export_config(spec, target, dtype, feature_dtype) | dict(known), split(spec, tensors)
         return write_exported(folder, config, parts, getattr(torch, dtype), lambda written: self.check(written, target).errors)
 
 

@@ -136,4 +136,5 @@ class Learner:
 
 def export_drafter(plan: RunPlan, masters: Mapping[str, Tensor], folder: Path) -> None:
     """Write the loader-ready drafter of these float32 masters: the engines' keys, bf16."""
-    FAMILIES[plan.drafter.family].export(folder, masters, plan.drafter, plan.target, "bfloat16", plan.config.target.dtype)
+    known = {"packed_with": plan.rows.store.packed_with}
+    FAMILIES[plan.drafter.family].export(folder, masters, plan.drafter, plan.target, "bfloat16", plan.config.target.dtype, known)

@@ -70,7 +70,9 @@ def open_run(plan: RunPlan, job: Job) -> Generator[Start, None, None]:
 
 def fingerprints(plan: RunPlan) -> dict[str, str]:
     """What the config's paths led to, by key: the same path may hold other data tomorrow."""
-    return {"data.path": plan.rows.store.fingerprint, "target.path": plan.target.fingerprint}
+    return {"data.path": plan.rows.store.fingerprint, "target.path": plan.target.fingerprint} | {
+        f"data.path ({what})": found for what, found in plan.rows.store.packed_with.items()
+    }
 
 
 def _decide(plan: RunPlan, job: Job, directory: RunDirectory) -> dict[str, Any]:
@@ -118,11 +120,11 @@ def _compare(plan: RunPlan, drafters: int, checkpoint: Checkpoint) -> list[str]:
     allowed = plan.config.checkpoint.allow_changes
     notes = compare_configs(checkpoint.config, config_reader.to_dict(plan.config), allowed)
     for key, found in fingerprints(plan).items():
-        saved = checkpoint.state["inputs"][key]
-        if saved != found and key not in allowed:
+        saved, path = checkpoint.state["inputs"].get(key, found), key.partition(" ")[0]  # earlier releases did not save all of them
+        if saved != found and path not in allowed:
             raise UserError(
                 f"{key}: its content changed since {checkpoint.path} was written (fingerprint {saved}, now {found}); restore it, "
-                f"allow it with checkpoint.allow_changes=[{key}], or start elsewhere with log.dir=DIR"
+                f"allow it with checkpoint.allow_changes=[{path}], or start elsewhere with log.dir=DIR"
             )
     if (old := checkpoint.state["drafters"]) != drafters:
         changes = "weights go on from the average, rows are scheduled anew, moments are shared out"

@@ -78,6 +78,7 @@ class RunPlan:
     def agreement(self) -> dict[str, Any]:
         """What all ranks must have in common, as a tree whose differing keys can be named."""
         data = {"path": self.rows.store.fingerprint, "validation": self.heldout.store.fingerprint if self.heldout else None}
+        data |= self.rows.store.packed_with
         return config_reader.to_dict(self.config) | {
             "data fingerprint": data,
             "target fingerprint": self.target.fingerprint,
