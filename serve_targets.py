@@ -41,8 +41,6 @@ class Server:
         options = chosen.execution, stage.final_hidden, chosen.compile, plan.row_documents, stage.layers
         self.target = Target(model, stage.taps, *options)
         context.tell_chain("ways", self.target.exact_ways)
-        if self.target.fallbacks and (context.index, context.stage) == (0, 0):
-            print(f"target   its documents run {self.target.exact_ways[0].execution}: {'; '.join(self.target.fallbacks)}", flush=True)
         self._busy = DeviceClock(context.device)
         self._blocked_s = 0.0
 
@@ -53,7 +51,9 @@ class Server:
         _, _, row = self.plan.load_row(next(self.plan.schedule.assignments()))
         shapes = [shape.on(self.context.device) for shape in self.plan.stage_shapes]
         before = PacketBuffer(shapes[self.context.stage - 1]).features if self.context.stage else None
-        self.target.capture(row, PacketBuffer(shapes[self.context.stage]).features, before)
+        self.target.warm(row, PacketBuffer(shapes[self.context.stage]).features, before)
+        if self.target.fallbacks and (self.context.index, self.context.stage) == (0, 0):
+            print(f"target   its documents run {self.target.execution}; {'; '.join(self.target.fallbacks)}", flush=True)
 
     def capture(self, assignment: Assignment, buffer: PacketBuffer) -> None:
         """Fill a buffer with an assignment's row and features; on CUDA the features are only launched."""

@@ -36,6 +36,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"query_pre_attn_scalar": 8, "layer_types": ["sliding_attention", "full_attention"] * 3},
     "gemma3n_text": {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 3, "laurel_rank": 8},
     "gemma4_text": {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 3},
+    "gemma4": {"pad_token_id": 0},
     "granite": {"embedding_multiplier": 3.0, "logits_scaling": 8.0, "residual_multiplier": 0.5},
     "granitemoehybrid": LINEAR,
     "jamba": {"attn_layer_period": 3, "attn_layer_offset": 1},
@@ -67,7 +68,8 @@ TEXT = (
     "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma", "zamba2",
 )  # fmt: skip
 MULTIMODAL = (
-    "gemma3", "internvl", "llama4", "llava", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe",
+    "gemma3", "gemma4", "internvl", "llama4", "llava", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl",
+    "qwen3_vl_moe",
 )  # fmt: skip
 
 
@@ -79,7 +81,7 @@ def config_of(family: str) -> PreTrainedConfig:
     asked = {name: value for name, value in NUMBERS.items() if _has(text, name)} | TOKENS | CHANGES.get(family, {})
     if text is usual:
         return kind(**asked)
-    small = type(text)(**asked | CHANGES.get(text.model_type, {}))
+    small = type(text)(**CHANGES.get(text.model_type, {}) | asked)
     towers = {name: getattr(usual, name, None) for name in usual.sub_configs if name != "text_config"}
     shrunk = {
         name: type(tower)(**{key: value for key, value in TOWER.items() if _has(tower, key)}) for name, tower in towers.items() if tower

@@ -3,10 +3,12 @@
 Tiny random models; `python -m benchmarks.families_table` tries all families, here those that users ask for and two of the others.
 """
 
+import json
 import random
 
 import pytest
 
+from benchmarks import family_capture
 from benchmarks.families_table import examine
 from benchmarks.tiny_families import MULTIMODAL, TEXT
 
@@ -42,3 +44,11 @@ def test_other_families_are_exact_or_refused_in_words(family, tmp_path):
 def test_what_drafters_cannot_share_is_refused(family, tmp_path):
     """Its drafter would learn on inputs that no engine will ever give it."""
     assert REFUSED[family] in examine(family, tmp_path).refused
+
+
+@pytest.mark.parametrize("shape", family_capture.SHAPES)
+def test_the_time_of_a_layer_is_measured(shape, capsys):
+    """Lost otherwise: a benchmark that is found broken on a rented GPU."""
+    family_capture.main([shape, "--tiny"])
+    cases = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    assert [case["compiled"] for case in cases] == [False, True] and all(case["ms_per_layer"] > 0 for case in cases)

@@ -4,11 +4,13 @@ import numpy as np
 import pytest
 import torch
 from conftest import build_target
-from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig
+from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, SmolLM3Config
 
+from common import compile_cache
 from common.data.rows import Row
 from common.errors import UserError
 from common.target import execution
+from common.target.adapters import layer_signature
 from common.target.attention import VARLEN, register_varlen, varlen_attention
 from common.target.model import Target, load_model
 
@@ -130,6 +132,31 @@ def test_attention_with_sinks_caps_and_windows_keeps_them_in_packed_rows(tmp_pat
         with torch.no_grad():
             whole(torch.from_numpy(row.tokens[begin:end]).long()[None], use_cache=False)
         torch.testing.assert_close(packed[begin:end], torch.cat([x.view(end - begin, -1) for x in seen], -1), atol=2e-5, rtol=2e-5)
+
+
+def test_layers_share_a_compiled_kernel_only_where_all_their_settings_agree():
+    """SmolLM3's layers without rotary embedding are of one type with the others; under their kernel they would rotate, or not start."""
+    config = SmolLM3Config(**SMALL, no_rope_layers=[1, 0, 1, 1])
+    layers = AutoModelForCausalLM.from_config(config).model.layers
+    first, without, third, fourth = (layer_signature(layer) for layer in layers)
+    assert first == third == fourth != without
+
+
+def test_layers_that_do_not_compile_run_as_they_are(tmp_path, monkeypatch):
+    """A family whose layers cannot be compiled would end the run at its first row instead of taking a little longer."""
+
+    def broken(*inputs):
+        raise compile_cache.KernelError("nothing compiles today")
+
+    build(OWN_ATTENTION["sinks and windows"](), tmp_path)
+    row = row_of([12, 25], padding=3)
+    expected, _ = capture(tmp_path, row, [0, 3])
+    monkeypatch.setattr(compile_cache, "handle", lambda *_, **__: broken)
+    subject = Target(load_model(tmp_path, torch.device("cpu"), torch.float32), [0, 3])
+    found = torch.zeros(len(row.tokens), subject.width)
+    subject.warm(row, found)
+    assert torch.equal(found[: row.valid], expected[: row.valid])
+    assert subject.execution == "packed" and subject.fallbacks == ["layers are not compiled: nothing compiles today"]
 
 
 def test_packed_attention_refuses_what_it_does_not_know():

@@ -177,7 +177,10 @@ def _shrink(config: PreTrainedConfig) -> None:
 
 @torch.no_grad()
 def through_model(model: PreTrainedModel, ids_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What reaches the first layer, what the decoder gives out, and the logits, of some tokens, in float32: [N, D], [N, D], [N, V]."""
+    """What reaches the first layer, what the decoder gives out, and the logits, of some tokens, in float32: [N, D], [N, D], [N, V].
+
+    Raises: UserError where the family does not run.
+    """
     seen: list[Tensor] = []
     decoder = decoder_of(model)
     hooks = [
@@ -188,6 +191,8 @@ def through_model(model: PreTrainedModel, ids_N: Tensor) -> tuple[Tensor, Tensor
     ]
     try:
         logits = model(input_ids=ids_N[None], use_cache=False).logits
+    except Exception as error:  # the code of any family runs here
+        raise UserError(f"target family {model.config.model_type} does not run here: {first_line(error)}") from None
     finally:
         for hook in hooks:
             hook.remove()

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch._dynamo.exc import TorchDynamoException
 from transformers import PreTrainedModel
 
 from common import compile_cache
@@ -30,6 +31,8 @@ from common.target.late_start import LateStart
 from common.target.loading import load_causal_lm
 from common.target.placement import Placement
 
+COMPILED_KINDS = {"full_attention", "sliding_attention"}
+"""Layers of other kinds bring kernels of their own."""
 CUT_TOLERANCE = 1e-3
 """Largest relative difference that leaving out later layers may make to a tap: the rounding of kernels that add in any order."""
 
@@ -121,6 +124,16 @@ class Target:
                     residual_BND = residual_TD.new_zeros(*batch.tokens_BN.shape, self.hidden_size)
                     residual_BND.flatten(0, 1)[source] = residual_TD[rows]
                 self._forward(batch.tokens_BN, positions_BN, residual_BND, (out_TF, source, rows), {})
+
+    def warm(self, row: Row, out_TF: Tensor, before_TG: Tensor | None = None) -> None:
+        """Capture a row, so that everything is compiled; layers that do not compile run as they are, and `fallbacks` says so."""
+        try:
+            self.capture(row, out_TF, before_TG)
+        except (compile_cache.KernelError, TorchDynamoException) as error:
+            self.fallbacks.append(f"layers are not compiled: {first_line(error)}")
+            for layer in decoder_layers(self.decoder):
+                vars(layer).pop("forward", None)
+            self.capture(row, out_TF, before_TG)
 
     def features(self, row: Row, way: Way) -> Tensor:
         """Features of a row run in a given way: [T, F]."""
@@ -242,7 +255,10 @@ class Target:
         def run(layer, args, kwargs):
             return type(layer).forward(layer, *args, **kwargs)
 
-        for layer in decoder_layers(self.decoder)[self._first :]:
+        kinds = getattr(self.decoder.config, "layer_types", None) or ()
+        for i, layer in enumerate(decoder_layers(self.decoder)):
+            if i < self._first or not {*kinds[i : i + 1]} <= COMPILED_KINDS:
+                continue
             compiled = compile_cache.handle("target_layer", run, self.device, signature=(self.dtype, layer_signature(layer)))
             layer.forward = functools.partial(_call_layer, compiled, layer)
 
