@@ -19,6 +19,8 @@ from transformers import AutoConfig, PreTrainedConfig
 from common.errors import UserError
 from common.target.adapters import VocabularyRules, first_line, vocabulary_rules
 
+HEADER_BYTES = 100_000_000
+"""The longest header of a safetensors file. Source: safetensors' own limit."""
 SLICE_BYTES = 4096
 """Bytes of a tensor's beginning, middle and end that its checkpoint is known by."""
 
@@ -174,8 +176,8 @@ def fingerprint(folder: str | Path) -> str:
         try:
             with open(file, "rb") as stream:
                 size = int.from_bytes(stream.read(8), "little")
-                if size > file.stat().st_size:
-                    raise ValueError("its header is longer than the file")
+                if size > min(HEADER_BYTES, file.stat().st_size):
+                    raise ValueError("its header is longer than the file, or than any header")
                 header = json.loads(stream.read(size))
                 for name, entry in sorted(header.items()):
                     digest.update(json.dumps([name, entry], sort_keys=True).encode())
