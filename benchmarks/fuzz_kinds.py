@@ -155,24 +155,30 @@ def tokenizer(folder: Path) -> Case:
 
 
 def drafter(folder: Path) -> Case:
-    """config.json of an exported drafter."""
-    spec = read_spec(QUICKSTART / "target")
-    config = DrafterConfig(layers=2, taps=[1, 3], dtype="float32")
-    made = make_drafter(config, resolve_spec(config, spec, QUICKSTART / "target"), QUICKSTART / "target", "cpu", seed=0)
-    weights = {name: parameter.detach() for name, parameter in made.named_parameters()}
-    FAMILIES["dflash"].export(folder / "drafter", weights, made.spec, spec, "bfloat16", "bfloat16")
-    tree = json.loads((folder / "drafter" / "config.json").read_text())
+    """config.json of an exported drafter of any family, and of one in the speculators format."""
+    spec, trees = read_spec(QUICKSTART / "target"), {}
+    for name, settings in family_options().items():
+        config = DrafterConfig(family=name, layers=2, taps=[1, 3], dtype="float32", options=settings and settings())
+        made = make_drafter(config, resolve_spec(config, spec, QUICKSTART / "target"), QUICKSTART / "target", "cpu", seed=0)
+        weights = {name: parameter.detach() for name, parameter in made.named_parameters()}
+        FAMILIES[name].export(folder / name, weights, made.spec, spec, "bfloat16", "bfloat16")
+        trees[folder / name] = json.loads((folder / name / "config.json").read_text())
+    plain = trees[folder / "dflash"]
+    theirs = {"speculators_model_type": "dflash", "transformer_layer_config": plain, "aux_hidden_state_layer_ids": [2, 4], "block_size": 16}
+    theirs |= {"mask_token_id": plain["dflash_config"]["mask_token_id"], "draft_vocab_size": plain["vocab_size"]}
+    trees[shutil.copytree(folder / "dflash", folder / "speculators")] = theirs
 
     def case(draw: random.Random) -> None:
-        (folder / "drafter" / "config.json").write_bytes(hostile_json(tree, draw))
+        place = draw.choice(list(trees))
+        (place / "config.json").write_bytes(hostile_json(trees[place], draw))
         for step in (
-            lambda: check(folder / "drafter", spec).lines(),
-            lambda: read_feature_dtype(folder / "drafter"),
-            lambda: resolve_spec(DrafterConfig(layers=2, taps=[1, 3], init=str(folder / "drafter")), spec, QUICKSTART / "target"),
+            lambda: check(place, spec).lines(),
+            lambda: read_feature_dtype(place),
+            lambda: resolve_spec(DrafterConfig(layers=2, taps=[1, 3], init=str(place)), spec, QUICKSTART / "target"),
         ):
             with contextlib.suppress(*REFUSED):
                 step()
-        load_drafter(folder / "drafter", torch.float32, torch.device("cpu")).spec.validate(spec)
+        load_drafter(place, torch.float32, torch.device("cpu")).spec.validate(spec)
 
     return case
 

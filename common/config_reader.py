@@ -73,9 +73,9 @@ def from_dict(tree: Mapping[str, Any], families: Families = PLAIN) -> Config:
             raise UserError(f"drafter.family={_shown(family)} is not known; use one of {', '.join(families)}{_near(family, families)}")
         if (settings := families[family]) is not None:
             names = {f.name for f in dataclasses.fields(settings)}
-            options = _build(settings, {key: value for key, value in section.items() if key in names}, "drafter.")
+            options = build(settings, {key: value for key, value in section.items() if key in names}, "drafter.")
             tree["drafter"] = {key: value for key, value in section.items() if key not in names}
-    config = _build(Config, tree, "")
+    config = build(Config, tree, "")
     config.drafter.options = options
     return config
 
@@ -215,7 +215,11 @@ def _near(name: Any, choices: typing.Iterable[str]) -> str:
     return f" (did you mean {match[0]}?)" if match else ""
 
 
-def _build(cls: Any, tree: Mapping[Any, Any], prefix: str) -> Any:
+def build(cls: Any, tree: Mapping[Any, Any], prefix: str) -> Any:
+    """A dataclass of settings from their values by name; `prefix` stands before the names in messages.
+
+    Raises: UserError for unknown names, wrong types and values out of bounds.
+    """
     fields = {f.name: f for f in dataclasses.fields(cls) if not f.metadata.get("hidden")}
     values = {}
     for key, value in tree.items():
@@ -225,7 +229,7 @@ def _build(cls: Any, tree: Mapping[Any, Any], prefix: str) -> Any:
         if dataclasses.is_dataclass(annotation):
             if not isinstance(value or {}, dict):
                 raise UserError(f"{prefix}{key} is a section; got {_shown(value)}; write {prefix}{key}.<key>=value")
-            values[key] = _build(annotation, value or {}, f"{prefix}{key}.")
+            values[key] = build(annotation, value or {}, f"{prefix}{key}.")
         else:
             values[key] = _convert(value, annotation, prefix + key)
     return cls(**values)
