@@ -144,12 +144,15 @@ def test_a_pipe_is_read_and_a_folder_named(pack, tmp_path):
         check_input("--input", tmp_path / "pipe.jsonl", again=True)
 
 
-def test_messages_that_are_text_are_called_so(pack, tmp_path):
+def test_messages_that_are_text_are_read_or_called_so(pack, tmp_path):
     """Rows whose messages are a JSON text inside JSON are common: `no messages` sends the user to look for a missing key."""
-    (tmp_path / "a.jsonl").write_bytes(jsonl([*rows_of(1), {"messages": json.dumps(rows_of(1)[0]["messages"])}, {"messages": 3}]))
-    rejects = pack(tmp_path / "a.jsonl")[0]["rejects"]
-    assert rejects["its messages are text instead of a list of objects"]["lines"] == [f"{tmp_path}/a.jsonl:2"]
-    assert rejects["its messages are something else instead of a list of objects"]["count"] == 1
+    (row,) = rows_of(1)
+    bad = [{"messages": "[half"}, {"messages": 3}]
+    (tmp_path / "a.jsonl").write_bytes(jsonl([row, {"messages": json.dumps(row["messages"])}, *bad]))
+    summary, _ = pack(tmp_path / "a.jsonl")
+    assert summary["accepted"] == 2
+    assert summary["rejects"]["its messages are text instead of a list of objects"]["lines"] == [f"{tmp_path}/a.jsonl:3"]
+    assert summary["rejects"]["its messages are something else instead of a list of objects"]["lines"] == [f"{tmp_path}/a.jsonl:4"]
 
 
 def test_a_cut_archive_gives_what_it_holds(pack, tmp_path):

@@ -44,6 +44,7 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrai
     """The tokenizer of a folder or hub id. Raises: UserError if there is none, or none with exact offsets."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)  # left out, it would ask on the terminal
+        tokenizer("\U0010ffff")  # a character that no vocabulary holds
     except Exception as error:  # transformers raises many kinds; the user needs one sentence
         raise UserError(
             f"no tokenizer could be loaded from {path} ({str(error).strip().splitlines()[0]}); give the target's folder"

@@ -186,7 +186,7 @@ def fingerprint(folder: str | Path) -> str:
                         for at in (begin, (begin + end) // 2, max(begin, end - SLICE_BYTES)):
                             stream.seek(8 + size + at)
                             digest.update(stream.read(min(SLICE_BYTES, end - at)))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise UserError(f"{file} is no safetensors file ({str(error)[:100]}): fetch it again; is it a git-lfs pointer?") from None
     return digest.hexdigest()[:16]
 
