@@ -43,7 +43,8 @@ SHORT = 10_000
 def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerFast:
     """The tokenizer of a folder or hub id. Raises: UserError if there is none, or none with exact offsets."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)  # left out, it would ask on the terminal
+        # left out, trust_remote_code would be asked for on the terminal
+        tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         tokenizer("\U0010ffff")  # a character that no vocabulary holds
     except Exception as error:  # transformers raises many kinds; the user needs one sentence
         raise UserError(
