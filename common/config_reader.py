@@ -216,10 +216,7 @@ def _near(name: Any, choices: typing.Iterable[str]) -> str:
 
 
 def build(cls: Any, tree: Mapping[Any, Any], prefix: str) -> Any:
-    """A dataclass of settings from their values by name; `prefix` stands before the names in messages.
-
-    Raises: UserError for unknown names, wrong types and values out of bounds.
-    """
+    """A dataclass of settings by their names, with `prefix` before them in messages. Raises: UserError for what does not fit."""
     fields = {f.name: f for f in dataclasses.fields(cls) if not f.metadata.get("hidden")}
     values = {}
     for key, value in tree.items():
