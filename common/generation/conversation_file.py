@@ -157,8 +157,9 @@ def _row(line: bytes, where: str) -> dict[str, Any]:
     """The row in a line that `append` wrote. Raises: UserError for any other line."""
     try:
         row = json.loads(line)
-        said = [message["content"] for message in row["messages"]]
-        if isinstance(row["id"], str) and all(isinstance(text, str) for text in said):
+        texts = [row["id"], *(message["content"] for message in row["messages"])]
+        if all(isinstance(text, str) for text in texts):
+            "".join(texts).encode()  # half a surrogate pair is no text
             return row
         reason = "its id or messages are no text"
     except (ValueError, LookupError, TypeError, RecursionError) as error:

@@ -89,9 +89,9 @@ def read_spec(folder: str | Path, trust_remote_code: bool = False) -> TargetSpec
     try:
         whole = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
         config = whole.get_text_config(decoder=True)
+        config.allow_global_per_layer_attribute_access = True  # where layers differ, the drafter is given the config's general number
     except Exception as error:  # the code and JSON of any family: transformers raises many kinds
         raise UserError(f"{folder / 'config.json'} is not understood by this version of transformers: {first_line(error)}") from None
-    config.allow_global_per_layer_attribute_access = True  # where layers differ, the drafter is given the config's general number
     number = _Numbers(folder / "config.json", config)
     heads, hidden = number("num_attention_heads"), number("hidden_size")
     rope, scaling = _rope(config)
