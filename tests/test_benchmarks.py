@@ -7,6 +7,8 @@ import multiprocessing
 import pytest
 from ranks import Job
 
+from benchmarks import engines
+
 pytestmark = pytest.mark.benchmark
 
 
@@ -113,3 +115,20 @@ def test_kernel_race_runs_every_guard():
     assert all(case["other"] == {} and case["compiled"] + case["errors"] >= case["shapes"] for case in naive)
     assert cache["errors"] == 0 and cache["other"] == {} and not (cache["stuck"] or cache["hangs"])
     assert cache["compiled"] == cache["shapes"] < cache["calls"]
+
+
+def test_engines_complains_of_what_does_not_hold():
+    """What an engine does otherwise than we must fail the command, not stand in a table that nobody reads."""
+    served = {"answers": 2, "accepted": 101.0, "tau": 3.0, "tokens_per_s": 5.0, "baseline": {"equal": 2, "speedup": 1.5}}
+    answers = [{"accepted": [50, 10]}, {"accepted": [40]}]
+    good = {"served": served, "sample": {"differences": [None, None]}, "per_prompt": answers, "tau": 2.9}
+    assert engines.complaints(good) == []
+    assert engines.row("vllm", good) == "| vllm | 2 | 2 | 2 | 3.00 | 2.90 | 101, 100 | 5.0 | 1.50 |"
+    for changes, words in (
+        ({"served": served | {"accepted": 103.0}}, "103 drafts accepted, ours 100"),
+        ({"served": served | {"accepted": None}}, "no speculative counters"),
+        ({"served": served | {"baseline": {"equal": 1, "speedup": 1.5}}}, "1 of 2 answers equal plain serving"),
+        ({"sample": {"differences": [None, {"index": 3, "score_gap": 0.1}]}}, "1 of 2 answers are not ours"),
+    ):
+        (found,) = engines.complaints(good | changes)
+        assert words in found
