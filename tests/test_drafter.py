@@ -4,6 +4,7 @@ import dataclasses
 import json
 import shutil
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM, CohereConfig, Gemma3TextConfig, O
 
 from common.config import DrafterConfig
 from common.drafter import backbone, block_mask, export, rope, spec
+from common.drafter.check import tap_notes
 from common.drafter.spec import FULL, SLIDING, DrafterSpec
 from common.errors import UserError
 from common.families import __main__
@@ -511,3 +513,15 @@ def test_swiglu_kernel_equals_its_twin(width, dtype, tolerance):
     expected = backbone.swiglu_backward(gradient.double(), gate_up.double())
     for one, other in zip(backbone.swiglu_backward(gradient.cuda(), gate_up.cuda()), expected, strict=True):
         torch.testing.assert_close(one.cpu().double(), other, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "can"),
+    [("Qwen3ForCausalLM", ["vLLM", "llama.cpp"]), ("Olmo3ForCausalLM", ["vLLM"]), ("Gemma3ForCausalLM", []), (None, [])],
+)
+def test_the_gate_says_which_engines_can_tap_the_target(tmp_path, architecture, can):
+    """Lost otherwise: a drafter trained for days for a target that no engine can serve it with."""
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]} if architecture else {}))
+    notes = tap_notes(SimpleNamespace(folder=tmp_path))
+    assert [engine for engine, (note,) in notes.items() if " can tap this target" in note] == can
+    assert {note.split()[1] for (note,) in notes.values()} == {"0.32", "b11434"}

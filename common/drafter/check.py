@@ -1,6 +1,6 @@
 """Looks at an exported drafter with the eyes of the engines that would load it; what they do in silence stands in engines.md."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from common.drafter.mask_token import mask_objection
 from common.drafter.rope import rope_kind
 from common.drafter.spec import FULL, SLIDING, DrafterSpec
 from common.errors import UserError
-from common.target.files import TargetSpec
+from common.target.files import TargetSpec, read_json
 
 ENGINES_PAGE = Path(__file__).with_name("engines.md")
 
@@ -93,9 +93,27 @@ def engine_notes(config: Mapping[str, Any], spec: DrafterSpec, target: TargetSpe
     }
     values = {"drafts": spec.proposals, "last_layer": target.layers - 1, "dtype": dtype, "feature_dtype": feature_dtype}
     values |= {"candidates": candidates, "hidden": spec.hidden_size}
-    notes: dict[str, list[str]] = {}
+    notes = tap_notes(target)
+    for engine, when, what in _rows():
+        if holds.get(when):
+            notes.setdefault(engine, []).append(what.format(**values))
+    return notes
+
+
+def tap_notes(target: TargetSpec) -> dict[str, list[str]]:
+    """Whether each engine whose list was read can tap this target at all, and in which version it was read."""
+    architectures = read_json(target.folder / "config.json").get("architectures") or []
+    notes = {}
+    for engine, version, listed in _rows():
+        if version.startswith("version "):
+            can = "can tap" if set(architectures) & set(listed.split()) else "has no class that can tap"
+            notes[engine] = [f"{version} {can} this target ({', '.join(architectures) or 'its config.json names no architectures'})"]
+    return notes
+
+
+def _rows() -> Iterator[tuple[str, str, str]]:
+    """The rows of the page's tables of three columns."""
     for line in ENGINES_PAGE.read_text().splitlines():
         parts = [part.strip() for part in line.strip("|").split("|")]
-        if len(parts) == 3 and holds.get(parts[1]):
-            notes.setdefault(parts[0], []).append(parts[2].format(**values))
-    return notes
+        if len(parts) == 3:
+            yield parts[0], parts[1], parts[2]
