@@ -25,14 +25,11 @@ from typing import IO, Any
 REPOSITORY = Path(__file__).resolve().parent.parent
 WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
 """These tests are about ranks on CPUs; a box with one GPU would refuse three of them."""
-PRELOAD = ["pytest", "torch.distributed.run", "torch._dynamo", "transformers.models.qwen3.modeling_qwen3"]
-PRELOAD += ["train_drafter", "prepare_data", "tests.warm"]
-"""What ranks import: seconds for each of them, if the process that they are forked from had not done it once."""
 
 
 def start_fork_server() -> None:
     """Start the process that ranks are forked from. A session has one, whoever starts it, and it imports what its starter asked for."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.warm"])
     multiprocessing.forkserver.ensure_running()
 
 
