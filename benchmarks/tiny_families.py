@@ -91,7 +91,7 @@ def config_of(family: str) -> PreTrainedConfig:
 
 def _has(config: PreTrainedConfig, name: str) -> bool:
     try:
-        return getattr(config, name, None) is not None
+        return hasattr(config, name) and not (name == "sliding_window" and config.sliding_window is None)
     except RuntimeError:  # a number that differs from layer to layer
         return False
 

@@ -89,7 +89,7 @@ class DrafterConfig:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute type; masters and moments are float32 in any case."""
     init: str = "random"
-    """`random`, `target_layers` (copy the target's tapped layers where shapes match), or the folder of an exported drafter."""
+    """`random`, `target_layers` (copy what has the same role in the target's tapped layers), or the folder of an exported drafter."""
     activation_checkpointing: bool = False
     """Recompute each layer in the backward pass: less memory, about a third more time in the layers."""
     compile: bool = True
