@@ -37,6 +37,13 @@ ADDED = re.compile(r"layers\.\d+\.(self_attn\.o_proj|mlp\.down_proj)\.(weight|bi
 """What a layer adds to the residual stream by."""
 
 
+OF_WRAPPERS = re.compile(
+    r"^(?:(?:module|model|draft_model|drafter|_fsdp_wrapped_module|_orig_mod)\.)+"
+    r"|(?<=\.)(?:_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module)\."
+)
+"""What FSDP, DDP, torch.compile, checkpointed layers and a trainer's own class put into the names of a drafter's tensors."""
+
+
 def _fused(spec: DrafterSpec) -> dict[str, dict[str, int]]:
     """{fused projection of a layer: {its part: rows}}."""
     query, key = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
@@ -244,12 +251,16 @@ def _number(path: Path, config: Mapping[str, Any], key: str, kind: type = int, l
 
 
 def exported_tensors(folder: str | Path) -> tuple[dict[str, str], Tensors]:
-    """{exported key: the name it has in the folder}, `model.` prefixes taken off, and the folder's Tensors.
+    """{exported key: the name it has in the folder}, the names of what wraps a module taken off, and the folder's Tensors.
 
-    Raises: UserError for a drafter with a vocabulary of its own. Copies of the target's embedding and head are left out with a warning.
+    Raises: UserError for a drafter with a vocabulary of its own, or two tensors of one name. Copies of the target's embedding and head are
+    left out with a warning.
     """
     tensors = Tensors(folder)
-    keys = {name.removeprefix("model."): name for name in tensors.names()}
+    keys = {OF_WRAPPERS.sub("", name): name for name in tensors.names()}
+    if len(keys) < len(tensors.names()):
+        twice = next(name for name in tensors.names() if name not in keys.values())
+        raise UserError(f"{folder} holds {twice} and {keys[OF_WRAPPERS.sub('', twice)]}, which are one tensor's names: keep one of them")
     if own := sorted({"d2t", "t2d"} & set(keys)):
         raise UserError(OWN_VOCABULARY.format(folder=folder, what=", ".join(own)))
     if copies := [k for k in keys if k in TARGETS_OWN]:

@@ -7,6 +7,7 @@ Legend: V rows of the embedding, D hidden size.
 import hashlib
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,14 @@ def read_spec(folder: str | Path, trust_remote_code: bool = False) -> TargetSpec
 
 MOST = 10**9
 """More than any number of a config, and less than what fills memory by being counted."""
+
+
+def with_defaults(model_type: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """A config of which only what differs from its class's defaults was saved, whole. Raises: UserError for a class that there is not."""
+    try:
+        return AutoConfig.for_model(model_type, **{key: value for key, value in given.items() if key != "model_type"}).to_dict()
+    except Exception as error:  # the code and JSON of any family: transformers raises many kinds
+        raise UserError(f"a config of model_type={str(model_type)[:100]!r} is not understood: {first_line(error)}") from None
 
 
 class _Numbers:
