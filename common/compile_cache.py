@@ -53,9 +53,10 @@ PATIENCE_S = 300.0
 
 PAUSE_S = 0.001
 REFUSAL = "Detected that you are using FX to symbolically trace"
-RECOMPUTE = {"ban_recompute_materialized_backward": False}
-"""Lifts the ban on recomputing what a product of the backward pass reads. The list of what may be recomputed at all stays in force:
-under `aggressive_recomputation` it would not, and attention, a custom operator, would run a second time."""
+RECOMPUTE = {"ban_recompute_materialized_backward": False, "ban_recompute_used_far_apart": False}
+"""Lifts the bans on recomputing what a product of the backward pass reads, and what the forward pass reads again later: under the second,
+convolutions around the sublayers keep seven tensors of a layer's rows where one or two do, in float32 some of them. The list of what may be
+recomputed at all stays in force: under `aggressive_recomputation` it would not, and attention, a custom operator, would run twice."""
 
 
 class KernelError(RuntimeError):

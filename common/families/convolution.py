@@ -9,7 +9,6 @@ import functools
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.drafter.backbone import Around, Slots, Sublayer, every_row
@@ -55,18 +54,54 @@ class Convolution(Around):
 def convolve(x_ND: Tensor, kernels_NSG: Tensor, base_SD: Tensor, block_size: int) -> Tensor:
     """Each row plus its predecessors in its block, weighted by tap, channel and the row's own coefficients; zero before the first slot.
 
-    One expression of shifted products, which inductor makes one kernel of, forward and backward.
     Shapes: x [N, D], kernels [N, S, G], base [S, D] -> [N, D].
     """
+    return _Convolve.apply(x_ND, kernels_NSG, base_SD, block_size)
+
+
+class _Convolve(torch.autograd.Function):
+    """Pointwise work and sums of it, for inductor to fuse. The gradient is by hand, for memory: it shifts gradients instead of inputs, so
+    that the inputs alone are kept, and it shifts by an index, which the compiled backward pass may do once more (a padding it may not).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, kernels_NSG: Tensor, base_SD: Tensor, block_size: int) -> Tensor:
+        ctx.save_for_backward(x_ND, kernels_NSG, base_SD)
+        ctx.block_size = block_size
+        x_AKGC, kernels_AKSG, base_SGC = _wide(x_ND, kernels_NSG, base_SD, block_size)
+        out_AKGC = (base_SGC[0] + kernels_AKSG[:, :, 0, :, None]) * x_AKGC
+        for tap in range(1, len(base_SD)):
+            out_AKGC = out_AKGC + (base_SGC[tap] + kernels_AKSG[:, :, tap, :, None]) * _from_slot_before(x_AKGC, tap)
+        return out_AKGC.flatten(2).flatten(0, 1).to(x_ND.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x_ND, kernels_NSG, base_SD = ctx.saved_tensors
+        x_AKGC, kernels_AKSG, base_SGC = _wide(x_ND, kernels_NSG, base_SD, ctx.block_size)
+        gradient_AKGC = gradients[0].to(x_AKGC.dtype).view(x_AKGC.shape)
+        of_x_AKGC, of_kernels, of_base = torch.zeros_like(x_AKGC), [], []
+        for tap in range(len(base_SD)):
+            later_AKGC = _from_slot_before(gradient_AKGC, -tap)  # what the slot gets back from the one that it enters by this tap
+            of_x_AKGC = of_x_AKGC + (base_SGC[tap] + _from_slot_before(kernels_AKSG[:, :, tap], -tap)[..., None]) * later_AKGC
+            product_AKGC = later_AKGC * x_AKGC
+            of_kernels.append(_from_slot_before(product_AKGC.sum(-1), tap))
+            of_base.append(product_AKGC.sum((0, 1)).flatten())
+        of_kernels_NSG = torch.stack(of_kernels, dim=2).flatten(0, 1).to(kernels_NSG.dtype)
+        return of_x_AKGC.view(x_ND.shape).to(x_ND.dtype), of_kernels_NSG, torch.stack(of_base).to(base_SD.dtype), None
+
+
+def _wide(x_ND: Tensor, kernels_NSG: Tensor, base_SD: Tensor, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """By block, slot, group and channel, in float32 (float64 where x is): x [A, K, G, C], kernels [A, K, S, G], base [S, G, C]."""
     wide, groups = torch.promote_types(x_ND.dtype, torch.float32), kernels_NSG.shape[-1]
     x_AKGC = x_ND.to(wide).unflatten(0, (-1, block_size)).unflatten(-1, (groups, -1))
-    kernels_AKSG1 = kernels_NSG.to(wide).unflatten(0, (-1, block_size)).unsqueeze(-1)
-    base_SGC = base_SD.to(wide).unflatten(-1, (groups, -1))
-    out = (base_SGC[0] + kernels_AKSG1[:, :, 0]) * x_AKGC
-    for tap in range(1, min(len(base_SD), block_size)):
-        before = F.pad(x_AKGC[:, :-tap], (0, 0, 0, 0, tap, 0))
-        out = out + (base_SGC[tap] + kernels_AKSG1[:, :, tap]) * before
-    return out.flatten(2).flatten(0, 1).to(x_ND.dtype)
+    return x_AKGC, kernels_NSG.to(wide).unflatten(0, (-1, block_size)), base_SD.to(wide).unflatten(-1, (groups, -1))
+
+
+def _from_slot_before(x_AK: Tensor, tap: int) -> Tensor:
+    """In each slot what stands `tap` slots before it in its block (after it if negative), zero where that is outside: [A, K, ...]."""
+    at_K = torch.arange(x_AK.shape[1], device=x_AK.device) - tap
+    inside_K = ((at_K >= 0) & (at_K < x_AK.shape[1])).unflatten(0, (-1, *[1] * (x_AK.dim() - 2)))
+    return torch.where(inside_K, x_AK[:, at_K.clamp(0, x_AK.shape[1] - 1)], 0.0)
 
 
 def layer_convolutions(spec: DrafterSpec, taps: int, group: int, **kind: Any) -> dict[str, nn.Module]:
