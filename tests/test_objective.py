@@ -16,7 +16,7 @@ from common.families.dflash import IndependentSlots
 from common.objective import acceptance
 from common.objective.block_loss import base_loss
 from common.objective.blocks import build_blocks, candidates, default_anchors, draw_anchors, every_anchor
-from common.objective.head import slot_values
+from common.objective.head import largest, slot_values
 from common.objective.losses import LOSSES
 from common.target.vocabulary import Vocabulary
 
@@ -461,3 +461,15 @@ def test_the_cuda_kernels_equal_the_plain_twin(loss, dtype):
 
             _, _, hit = slot_values(logits, labels, None, LOSSES["ce"], softcap)
             assert torch.equal(cross_entropy_(logits.clone(), labels, softcap)[1], hit)
+
+
+@pytest.mark.parametrize(("rows", "count"), [(23, 5), (2048 + 77, 3), (128 * 70, 16)])
+def test_the_largest_logits_are_those_of_topk(rows, count):
+    """A token that the search by tiles overlooks could never be a candidate, and nobody would miss it. The last tile may be cut."""
+    logits = torch.randn(50, rows, generator=torch.Generator().manual_seed(rows), dtype=torch.float64).requires_grad_()
+    logits.data[:7, -1] = logits.data[7:14, 0] = 9.0
+    (values, tokens), (expected, at) = largest(logits, count), logits.topk(count)
+    assert torch.equal(values, expected) and torch.equal(tokens, at)
+    weights = torch.rand_like(values)
+    one, other = (torch.autograd.grad((x * weights).sum(), logits)[0] for x in (values, expected))
+    assert torch.equal(one, other)
