@@ -1,11 +1,13 @@
 """A target spread over several devices is still one target: the drafter must not be able to tell."""
 
 import functools
+import gc
 import json
 import os
 import re
 import signal
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,14 +16,18 @@ import yaml
 from conftest import build_target, build_tokenizer
 from ranks import Job
 from test_failures import at_the_fourth_call
-from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Gemma3nTextConfig, Qwen3_5TextConfig, Qwen3MoeConfig
 
 import train_drafter
 from common import config_reader
 from common.config import Config
+from common.decoding.target import DecodingTarget, new_cache
 from common.distributed.roles import Announcement, make_layout, split
 from common.errors import UserError
+from common.target.files import read_spec
 from common.target.meta import TargetSize, target_size
+from common.target.model import Target, load_model
+from common.target.spread import load_spread
 from common.target.stages import cut
 from common.training import costs
 from common.training.description import describe
@@ -239,3 +245,80 @@ def test_a_stop_reaches_every_stage_and_another_chain_goes_on(preset, tmp_path, 
     second = int(re.search(r"stopped after step (\d+)", capsys.readouterr().out)[1])
     assert 0 < first < second
     assert records(tmp_path / "run") == run(preset, tmp_path / "straight", *options, f"optim.steps={second}")
+
+
+@pytest.fixture(scope="module")
+def wide_target(tmp_path_factory):
+    """A target of six layers of 17 MB each."""
+    folder = tmp_path_factory.mktemp("wide")
+    build_target(folder, hidden_size=512, intermediate_size=2048, num_hidden_layers=6, head_dim=64, num_attention_heads=8)
+    return folder
+
+
+def resident_bytes(what):
+    return 1024 * next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_stage_reads_its_own_layers_and_nothing_else(wide_target, device):
+    """A target is cut because a device does not hold it: a stage that loads the whole first dies as the whole would."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    where = torch.device(device)
+    load_model(wide_target, where, torch.float32, layers=range(5, 6))  # what is imported and made once
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    else:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        before = resident_bytes("VmRSS")
+    model = load_model(wide_target, where, torch.float32, layers=range(2, 4))
+    parameters = list(model.parameters())
+    share = sum(p.numel() * p.itemsize for p in parameters)
+    assert all(torch.isfinite(p.sum()) for p in parameters)  # read, whatever was only mapped
+    peak = torch.cuda.max_memory_allocated() if device == "cuda" else resident_bytes("VmHWM")
+    whole = sum(file.stat().st_size for file in wide_target.glob("*.safetensors"))
+    assert 0.9 * share < peak - before < 1.1 * share + 2**21 < 0.4 * whole
+
+
+def test_a_family_whose_layers_take_more_than_the_residual_stream_is_refused(tmp_path):
+    """Its later stages would run without what earlier layers or the tokens give them, and train on noise."""
+    more = dict(num_kv_shared_layers=2, vocab_size_per_layer_input=272, hidden_size_per_layer_input=8, laurel_rank=4)
+    config = Gemma3nTextConfig(**SMALL, **more, activation_sparsity_pattern=[0.0] * 4)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    model = load_model(tmp_path, torch.device("cpu"), torch.float32, layers=range(2, 4))
+    with pytest.raises(UserError, match=r"target\.stages: layers of this family take .* use target\.stages=1"):
+        Target(model, [2, 3], layers=range(2, 4))
+
+
+cuda_only = pytest.mark.skipif(not torch.cuda.is_available(), reason="these numbers are a GPU's")
+
+
+@cuda_only
+def test_a_chain_gives_what_one_device_gives_on_a_gpu(preset, tmp_path):
+    """Where layers are compiled and documents are packed by another kernel, the drafter must not be able to tell either."""
+    build_target(tmp_path / "target", head_dim=64)
+    half = f"target.path={tmp_path / 'target'}", "target.dtype=bfloat16", "drafter.dtype=bfloat16", "topology.mode=threads"
+    devices = "topology.drafter_devices=[cuda:0]"
+
+    def losses(stages):
+        named = f"topology.target_devices=[{','.join(['cuda:0'] * stages)}]"
+        return run(preset, tmp_path / f"{stages}", *half, devices, named, f"target.stages={stages}")
+
+    assert losses(1) == losses(2) == losses(3)
+
+
+@cuda_only
+def test_layers_on_another_device_are_followed(tiny_target, monkeypatch):
+    """Masks and rotary tables are made on the first device: a layer elsewhere must get its own copies, and give the result back."""
+    spec, device = read_spec(tiny_target), torch.device("cuda:0")
+    monkeypatch.setattr("common.target.spread._devices", lambda *_: [device, torch.device("cpu")])
+    one, spread = (DecodingTarget(load_spread(spec, torch.float32, device, stages, "--target"), [0, 3]) for stages in (1, 2))
+    assert {p.device.type for p in spread.model.parameters()} == {"cuda", "cpu"}
+    with torch.no_grad():
+        results = [target.forward([5, 6, 7, 8], 0, new_cache(), last_only=True) for target in (one, spread)]
+    for ours, theirs in zip(*results, strict=True):
+        assert ours.device == theirs.device
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)

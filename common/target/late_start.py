@@ -74,8 +74,13 @@ class _Arrived(Exception):
 
     def __init__(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]):
         self.hidden: Tensor = inputs[0] if inputs else kwargs["hidden_states"]
-        self.others = {key for key, value in kwargs.items() if value is not None and key not in MADE_ANEW}
-        self.others |= {f"input {i}" for i, value in enumerate(inputs) if i and value is not None}
+        self.others = {key for key, value in kwargs.items() if not _is_nothing(value) and key not in MADE_ANEW}
+        self.others |= {f"input {i}" for i, value in enumerate(inputs) if i and not _is_nothing(value)}
+
+
+def _is_nothing(value: Any) -> bool:
+    """None, or what families hand from layer to layer for those that share keys, while none does."""
+    return value is None or (isinstance(value, (dict, list, tuple)) and not value)
 
 
 def _give_on(hidden_states: Tensor, *others: Any, **arguments: Any) -> Tensor:

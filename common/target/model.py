@@ -152,9 +152,10 @@ class Target:
             raise UserError(f"target family {self.decoder.config.model_type} does not run here: {first_line(error)}") from None
 
     def _noise(self, row: Row) -> Tensor:
-        """What a trial of a later stage begins with: another vector for every token."""
+        """What a trial of a later stage begins with: another vector for every token, small beside what a layer adds to it, so that what
+        layers do shows."""
         names, which = np.unique(row.tokens, return_inverse=True)
-        table = torch.randn(len(names), self.hidden_size, generator=torch.Generator().manual_seed(0))
+        table = 0.02 * torch.randn(len(names), self.hidden_size, generator=torch.Generator().manual_seed(0))
         return table[torch.from_numpy(which)].to(self.device, self.dtype)
 
     def _use(self, way: Way) -> None:
@@ -185,6 +186,12 @@ class Target:
         if self._first:
             embedded_BND = torch.zeros(1, 2, self.hidden_size, dtype=self.dtype, device=self.device)
             self._late = LateStart(self.decoder, self._first, embedded_BND)
+            try:
+                self.features(trial_row(self.decoder.config.vocab_size), self._reference)
+            except Exception as error:  # the code of any family runs here
+                raise UserError(
+                    f"target.stages: later layers of this family do not run by themselves ({first_line(error)}); use target.stages=1"
+                ) from None
 
     def _cut(self, layers: int) -> None:
         """Leave out the layers behind the last tap, if that changes no tap: some families look at their last layers first.
