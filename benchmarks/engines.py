@@ -19,7 +19,7 @@ import tarfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -172,7 +172,7 @@ def method(spec: DrafterSpec) -> str:
 
 
 @contextmanager
-def serving(engine: Vllm | LlamaCpp, log: Path, drafter: Path | None) -> Iterator[str]:
+def serving(engine: Vllm | LlamaCpp, log: Path, drafter: Path | None) -> Generator[str]:
     """A server until the block ends; gives its address up to /v1. Raises: UserError if it does not come up, with its log's name."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

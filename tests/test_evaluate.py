@@ -13,8 +13,10 @@ import evaluate_drafter
 from common.config import DrafterConfig
 from common.data.chat import Chat, load_tokenizer
 from common.data.prompts import OPEN, messages_of, read_questions
+from common.decoding.fast import FastDecoder
 from common.decoding.replay import Replayer
-from common.decoding.speculate import Answer, Way
+from common.decoding.speculate import Answer, Chooser, Way, decode, speculate
+from common.decoding.static import records
 from common.errors import UserError
 from common.evaluation import advice
 from common.evaluation.report import by_position, mean_tau, prompt_lookup, summarize
@@ -344,3 +346,25 @@ def test_a_plot_without_matplotlib_is_refused_before_the_work(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(UserError, match="pip install matplotlib"):
         evaluate_drafter.parse_arguments(["--drafter", "d", "--target", "t", "--prompts", "p", "--plot", "f"])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_recorded_steps_and_replay_are_eager_decoding(tiny_target, drafter_folder):
+    """Lost otherwise: every figure that is measured on a GPU. What is recorded must read and write where the eager twin does."""
+    subject = Subject.load(Questioned.open(str(tiny_target), {}), str(drafter_folder), "float32", "cuda", 1)
+    assert records(subject.target)
+    prompts, stop = [[257, 65, 66, 67], list(range(40, 190))], {STOP}  # the second is longer than a chunk
+    plain = [decode(subject.target, prompt, stop, 40, Chooser()) for prompt in prompts]
+    fast = FastDecoder(subject.target, None)
+    assert [fast.answer(prompt, stop, 40).tokens for prompt in prompts] == [answer.tokens for answer in plain]
+    ways = [Way(2), Way(BLOCK), Way(BLOCK, 3), Way(BLOCK, 16)]
+    replayed = Replayer(subject.target, subject.drafter, subject.vocabulary).run([(a.prompt, a.tokens) for a in plain], ways)
+    for way, expected in zip(ways, replayed, strict=True):
+        drafter = subject.block_drafter(way)
+        fast = FastDecoder(subject.target, drafter)
+        for prompt, answer in zip(prompts, expected, strict=True):
+            twin, recorded = speculate(subject.target, drafter, prompt, stop, 40, Chooser()), fast.answer(prompt, stop, 40)
+            for found in (twin, recorded):
+                assert (found.tokens, found.accepted, found.matched) == (answer.tokens, answer.accepted, answer.matched), way
+    case = advice.advise(subject, {Way(BLOCK): 2.0}, context_tokens=64)[0]
+    assert min(case.plain_ms, case.draft_ms, case.verify_ms) > 0
