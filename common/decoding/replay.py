@@ -8,7 +8,6 @@ Legend: T tokens of a row, F features of a position, A anchors, K block slots.
 """
 
 import bisect
-import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -49,6 +48,7 @@ class Replayer:
         """For each way, the Answers that `speculate` would give, in the order of `written`."""
         order = sorted(range(len(written)), key=lambda i: sum(map(len, written[i])))
         answers = [[Answer(prompt, tokens) for prompt, tokens in written] for _ in ways]
+        largest_first = sorted(zip(ways, answers, strict=True), key=lambda pair: -(pair[0].tree_budget or 0))
         with tqdm(total=len(written), unit=" answers", desc="replay", disable=None) as bar:
             for group in self._groups(written, order):
                 row, features = self._row([written[i] for i in group])
@@ -56,7 +56,7 @@ class Replayer:
                 for size in {way.block_size for way in ways}:
                     budgets = [way.tree_budget for way in ways if way.block_size == size and way.tree_budget]
                     accepted |= _by_way(size, self._replay(row, features, size, max(budgets, default=None)), budgets)
-                for way, ours in zip(ways, answers, strict=True):
+                for way, ours in largest_first:
                     for found in walk(accepted[way], row):
                         answer = ours[group[found.document]]
                         answer.accepted.append(found.emitted - 1)
@@ -106,10 +106,15 @@ class Replayer:
 
 
 def _by_way(block_size: int, replay: Replay, budgets: Sequence[int]) -> dict[Way, Callable[[int], int]]:
-    """How many drafts are accepted at an anchor, by the anchor's number; one walk through the largest tree serves all."""
-    numbers = functools.cache(lambda n: replay.label_numbers(n, max(budgets)))
+    """How many drafts are accepted at an anchor, by the anchor's number; what is known of a larger tree serves the smaller ones."""
+    known: dict[int, tuple[int, list[int]]] = {}
 
     def by_tree(budget: int) -> Callable[[int], int]:
-        return lambda n: bisect.bisect_left(numbers(n), budget)
+        def accepted(n: int) -> int:
+            if n not in known or known[n][0] < budget:
+                known[n] = budget, replay.label_numbers(n, budget)
+            return bisect.bisect_left(known[n][1], budget)
+
+        return accepted
 
     return {Way(block_size): lambda n: int(replay.accepted_N[n])} | {Way(block_size, budget): by_tree(budget) for budget in budgets}
