@@ -54,7 +54,9 @@ class Vllm:
 
     def command(self, port: int, drafter: Path | None) -> list[object]:
         """The server's command line."""
-        command: list[object] = [self.python.parent / "vllm", "serve", self.asked.target, "--port", port, "--dtype", "float32"]
+        # not the command `vllm`, which looks for a package of that name
+        command: list[object] = [self.python, "-m", "vllm.entrypoints.openai.api_server", "--model", self.asked.target, "--port", port]
+        command += ["--dtype", "float32"]
         command += ["--max-model-len", self.asked.context, "--max-num-seqs", 1, "--enforce-eager", "--no-enable-prefix-caching"]
         if drafter is not None:
             spec = spec_of(drafter)
