@@ -304,6 +304,14 @@ def test_a_published_drafter_is_read_drafts_and_is_trained_further(pair, tiny_ta
     assert check(exported, read_spec(tiny_target)).errors == [] and read_json(exported / "config.json")["is_causal"] is False
 
 
+def test_logits_that_engines_would_scale_otherwise_are_found(pair, tiny_target, tmp_path):
+    """The selector's scores are added to the logits: on another scale it chooses other tokens, and only acceptance would tell."""
+    inner = read_json(published(pair, tmp_path / "published") / "config.json")["dflash_config"]
+    folder = published(pair, tmp_path / "published", dflash_config=inner | {"output_multiplier": 0.5})
+    (error,) = check(folder, read_spec(tiny_target)).errors
+    assert "output_multiplier=0.5, but the target's is 1.0" in error
+
+
 def test_a_plain_drafter_starts_one_with_a_selector(tiny_target, tmp_path):
     """What was learnt by DFlash is kept, and the new part starts as from scratch: so it drafts and proposes as before."""
     plain = perturbed(drafter(tiny_target, "dflash"))

@@ -10,6 +10,7 @@ Source: z-lab/dflash dflash/model.py; scores as in vLLM 0.32 (models/qwen3_dflas
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from common.config import Bounds, ObjectiveConfig
 from common.drafter.backbone import Drafter
+from common.drafter.check import Report
 from common.drafter.spec import DrafterSpec
 from common.errors import UserError
 from common.families.convolution import check_convolutions, layer_convolutions, start_as_identity
@@ -168,6 +170,17 @@ class DFlash2(DrafterFamily):
         if target.vocabulary.logit_scale != 1.0:
             inner["output_multiplier"] = target.vocabulary.logit_scale
         return config | {"dflash_config": inner}
+
+    def check(self, folder: str | Path, target: TargetSpec) -> Report:
+        report, rules = super().check(folder, target), target.vocabulary
+        inner = self.read_config(folder).get("dflash_config") or {}
+        expected = {"output_multiplier": rules.logit_scale, "final_logit_softcapping": rules.logit_softcap or 0.0}
+        for key, value in expected.items():
+            if (said := inner.get(key) or (1.0 if key == "output_multiplier" else 0.0)) != value:
+                report.errors.append(
+                    f"dflash_config.{key}={said!r}, but the target's is {value}: engines would weigh logits and selector otherwise"
+                )
+        return report
 
     def read_options(self, config: Mapping[str, Any]) -> dict[str, Any]:
         inner = config["dflash_config"]
