@@ -6,6 +6,7 @@ layer keeps its number. The layers before the first give on what they get, and t
 Legend: B documents of a batch, N tokens, D hidden size.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -80,7 +81,7 @@ class _Arrived(Exception):
 
 def _is_nothing(value: Any) -> bool:
     """None, or what families hand from layer to layer for those that share keys, while none does."""
-    return value is None or (isinstance(value, (dict, list, tuple)) and not value)
+    return value is None or (isinstance(value, (Mapping, list, tuple)) and not value)
 
 
 def _give_on(hidden_states: Tensor, *others: Any, **arguments: Any) -> Tensor:
