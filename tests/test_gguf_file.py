@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM
 
@@ -79,6 +80,15 @@ def test_tokens_that_transformers_leaves_out_are_mended(package, tmp_path):
     path.write_text(json.dumps(whole))
     with pytest.raises(UserError, match=rf"2 tokens would not keep their ids \(the first is {IDS['aa']}, 'aa'\)"):
         gguf_tokens.mend_tokenizer(gguf_file.GgufFile(tmp_path / "model.gguf"), tmp_path / "folder")
+
+
+def test_added_tokens_of_a_vocabulary_of_pieces_keep_their_ids():
+    """Gemma's runs of spaces are tokens of their own: spelled otherwise among the pieces, they would move behind the last one."""
+    pieces = [["<unk>", 0.0], ["▁", -1.0], ["▁▁", -2.0], ["a", -3.0]]
+    tree = {"version": "1.0", "added_tokens": [], "model": {"type": "Unigram", "unk_id": 0, "vocab": pieces, "byte_fallback": False}}
+    gguf_tokens._add_tokens(tree, {2: "  "}, [2, 1, 4, 1])
+    tokenizer = Tokenizer.from_str(json.dumps(tree))
+    assert tokenizer.id_to_token(2) == "  " and tokenizer.encode("a  a").ids == [3, 2, 3] and tokenizer.get_vocab_size() == 4
 
 
 @pytest.mark.parametrize(

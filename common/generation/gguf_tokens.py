@@ -82,6 +82,9 @@ def _add_tokens(description: dict[str, Any], added: dict[int, str], types: list[
     if isinstance(vocabulary, dict):  # some versions of transformers spell there what is no byte in the alphabet of bytes
         spelled = {content: i for content, i in vocabulary.items() if i not in added}
         description["model"]["vocab"] = spelled | {content: i for i, content in added.items()}
+    else:  # pieces with scores; an added token whose text is no piece would get an id behind them
+        for i, content in added.items():
+            vocabulary[i] = [content, *vocabulary[i][1:]]
 
 
 def _cut_words(description: dict[str, Any], file: GgufFile) -> None:
