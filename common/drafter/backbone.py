@@ -268,7 +268,8 @@ class Drafter(nn.Module):
 
         A cache of `fixed` capacity holds the context up to the block's first position; what lies behind it is not seen.
         """
-        end, K = positions_K[:1], len(positions_K)
+        K = len(positions_K)
+        end = positions_K[:1] if fixed else positions_K.new_full((1,), len(cache[0][0]))
         mask_spec = MaskSpec(len(cache[0][0]), 1, K, self.spec.sliding_causal)
         masks: dict[str, Mask] = {FULL: None, SLIDING: None}
         for kind in {*self.spec.layer_types} if fixed else {*self.spec.layer_types} - {FULL}:
