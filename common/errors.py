@@ -3,3 +3,8 @@
 
 class UserError(Exception):
     """A mistake of the caller's: the message says what is wrong, what was got and what to write instead."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says first; its kind if it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

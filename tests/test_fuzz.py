@@ -19,7 +19,7 @@ from common.families.start import make_drafter
 from common.target.files import read_spec
 from common.target.vocabulary import load_vocabulary
 
-CASES = {"overrides": 200, "presets": 60, "store": 200, "conversations": 200, "output": 60, "reply": 40}
+CASES = {"overrides": 60, "presets": 40, "store": 200, "conversations": 200, "output": 60, "reply": 40}
 """The others load models or tokenizers, which takes longer."""
 
 

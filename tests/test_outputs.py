@@ -102,16 +102,28 @@ def test_a_full_disk_costs_no_conversation(tiny_target, tmp_path):
     assert len({json.loads(line)["id"] for line in output.read_bytes().splitlines()}) == 12
 
 
-@pytest.mark.parametrize("line", ["null", "[]", "{}", '{"id": 3, "messages": []}', '{"id": "a", "messages": [null]}', "{bad", "[" * 9999])
-def test_a_row_that_is_none_is_named(tiny_target, tmp_path, line):
+NO_ROWS = (
+    "null",
+    "[]",
+    "{}",
+    '{"id": 3, "messages": []}',
+    '{"id": "a", "messages": [null]}',
+    '{"id": "\\ud800", "messages": []}',
+    "{bad",
+    "[" * 9999,
+)
+
+
+def test_a_row_that_is_none_is_named(tiny_target, tmp_path):
     """A run that goes on must know what it has; whoever edited the file is told the line."""
     output = tmp_path / "out.jsonl"
     open_job(tiny_target, output, max_user_tokens=4).synthesize(2)
-    output.write_bytes(output.read_bytes() + line.encode() + b"\n")
-    before = output.read_bytes()
-    with pytest.raises(UserError, match=r"out.jsonl, line 3: no row that this command wrote .* take that line out"):
-        open_job(tiny_target, output, max_user_tokens=4)
-    assert output.read_bytes() == before
+    rows = output.read_bytes()
+    for line in NO_ROWS:
+        output.write_bytes(rows + line.encode() + b"\n")
+        with pytest.raises(UserError, match=r"out.jsonl, line 3: no row that this command wrote .* take that line out"):
+            open_job(tiny_target, output, max_user_tokens=4)
+        assert output.read_bytes() == rows + line.encode() + b"\n"
 
 
 def test_a_job_that_cannot_begin_leaves_nothing(tiny_target, tmp_path):

@@ -26,12 +26,12 @@ from common.data.store import Document, added_tokens_digest, vocabulary_digest
 from common.data.thoughts import OPENED, after_opening
 from common.data.time_limit import TooLong, time_limit
 from common.data.turns import Span, Turns
-from common.errors import UserError
+from common.errors import UserError, first_line
 from common.trees import digest
 
 PRIVATE = re.compile("[\U00100000-\U0010ffff]")  # a plane of Unicode left to private use: our placeholders live in it
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-ESCAPE, MARK = 0x100000, "\U0010fffc"
+ESCAPE, MARK, MOST_IDS = 0x100000, "\U0010fffc", 10**7
 WORD_MARK = "▁"
 """What stands for a space in SentencePiece's tokens."""
 RENDERING_S = 20.0
@@ -43,13 +43,12 @@ SHORT = 10_000
 def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerFast:
     """The tokenizer of a folder or hub id. Raises: UserError if there is none, or none with exact offsets."""
     try:
-        # left out, trust_remote_code would be asked for on the terminal
-        tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)  # left out, it would ask
         tokenizer("\U0010ffff")  # a character that no vocabulary holds
+        if max(tokenizer.get_vocab().values(), default=0) > MOST_IDS:  # its gaps would be counted one by one, and fill all memory
+            raise ValueError(f"token ids beyond {MOST_IDS:,}")
     except Exception as error:  # transformers raises many kinds; the user needs one sentence
-        raise UserError(
-            f"no tokenizer could be loaded from {path} ({str(error).strip().splitlines()[0]}); give the target's folder"
-        ) from None
+        raise UserError(f"no tokenizer could be loaded from {path} ({first_line(error)}); give the target's folder") from None
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise UserError(f"the tokenizer of {path} has no tokenizer.json: its offsets, by which the loss mask is set, are unknown")
     return tokenizer

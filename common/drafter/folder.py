@@ -17,6 +17,8 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     if (other := _not_exported(Path(folder))) is not None:
         raise UserError(f"{folder} is {other}")
     config = read_json(path)
+    if not isinstance(config.get("dflash_config", {}), dict):
+        raise UserError(f"{path}: dflash_config={str(config['dflash_config'])[:100]} must be a JSON object")
     if "speculators_model_type" in config:
         return _from_speculators(path, config)
     if (other := _other_kind(config)) is not None:

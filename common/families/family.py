@@ -20,7 +20,7 @@ from common.config import ObjectiveConfig
 from common.config_reader import build
 from common.drafter.backbone import Drafter
 from common.drafter.check import Report, config_errors, engine_notes, shape_errors
-from common.drafter.export import exported_config, exported_tensors, fuse, json_objects, read_spec, split, unscaled, write_exported
+from common.drafter.export import exported_config, exported_tensors, fuse, read_spec, split, unscaled, write_exported
 from common.drafter.folder import read_config
 from common.drafter.spec import DrafterSpec
 from common.errors import UserError
@@ -190,7 +190,6 @@ class DrafterFamily(ABC):
         """
         config = self.read_config(folder)
         try:
-            json_objects(Path(folder) / "config.json", config, "dflash_config")
             options = None if self.options is None else build(self.options, self.read_options(config), f"{folder}/config.json: ")
         except KeyError as missing:
             raise UserError(f"{folder}/config.json lacks {missing}: this is no exported {self.name} drafter") from None

@@ -18,7 +18,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from common.errors import UserError
+from common.errors import UserError, first_line
 
 ROWS, NARROW = 32, 16
 TOLERANCE = 1e-3
@@ -77,11 +77,6 @@ def vocabulary_rules(folder: Path, trust_remote_code: bool = False) -> Vocabular
     if not math.isclose(relative_distance(measured[1][1], expected), 0.0, abs_tol=TOLERANCE):
         raise UserError(f"{folder}: this family does more to its logits than scale and cap them, which drafters do not know")
     return VocabularyRules(_plain(scale), _plain(logit_scale), None if softcap is None else _plain(softcap))
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says first; its kind if it says nothing."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
