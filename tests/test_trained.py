@@ -57,10 +57,11 @@ def test_held_out_and_decoded_acceptance_are_compared_on_the_same_prompts(evalua
 
 def test_a_difference_beyond_rounding_is_an_error_that_names_its_cause():
     """What a user sees otherwise is a drafter that validates well and serves badly, and no word why."""
-    found = {"asked": 96, "other_tokens": 51, "tau_held_out": 3.11, "tau_written": 1.55, "deviation": 0.1}
+    found = {"asked": 96, "other_tokens": 51, "same_texts": 40, "tau_held_out": 3.11, "tau_written": 1.55, "deviation": 0.1}
     (problem,) = _heldout_problems(found)
     assert "tau 3.11, decoding 1.55: 51 of 96 held-out answers are other tokens" in problem
     assert not _heldout_problems(found | {"tau_written": 2.9}) and not _heldout_problems(found | {"deviation": 0.6})
+    assert not _heldout_problems(found | {"same_texts": 0}), "answers that were sampled have an acceptance of their own"
     (problem,) = _heldout_problems(found | {"other_tokens": 0})
     assert "the answers are the same tokens" in problem
     ones, threes = ([SimpleNamespace(accepted=[n] * 4) for _ in range(8)] for n in (1, 3))
