@@ -134,8 +134,8 @@ def _heldout_problems(found: Mapping[str, Any]) -> list[str]:
     if abs(held - written) <= max(SHARE * held, DEVIATIONS * found["deviation"] if found["other_tokens"] else 0.0):
         return []
     why = (
-        f"{found['other_tokens']} of {found['asked']} held-out answers are other tokens than the target writes here, {found['same_texts']} of "
-        "them for the same text: were they packed with another tokenizer? Write them anew (prepare_data.py regenerate), pack and train again"
+        f"{found['other_tokens']} of {found['asked']} held-out answers are other tokens than the target writes here, {found['same_texts']} "
+        "of them for the same text: were they packed with another tokenizer? Write them anew (prepare_data.py regenerate), pack and train anew"
         if found["other_tokens"]
         else "the answers are the same tokens, so the two forwards of the drafter or of the target differ: please report it"
     )
