@@ -135,7 +135,7 @@ def _heldout_problems(found: Mapping[str, Any]) -> list[str]:
         return []
     why = (
         f"{found['other_tokens']} of {found['asked']} held-out answers are other tokens than the target writes here, {found['same_texts']} "
-        "of them for the same text: were they packed with another tokenizer? Write them anew (prepare_data.py regenerate), pack and train anew"
+        "of them for the same text: were they packed with another tokenizer? Write them anew (prepare_data.py regenerate), pack, train anew"
         if found["other_tokens"]
         else "the answers are the same tokens, so the two forwards of the drafter or of the target differ: please report it"
     )
