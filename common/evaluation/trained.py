@@ -97,7 +97,7 @@ def _heldout(subject: Subject, results: Results, store: TokenStore) -> dict[str,
     }
 
 
-def _one_text(decode: Callable[[list[int]], str], held: list[int], written: list[int]) -> bool:
+def _one_text(decode: Callable[[list[int]], Any], held: list[int], written: list[int]) -> bool:
     """Whether two answers, either of which may have been cut, are the same text."""
     one, other = decode(held), decode(written)
     shared = min(len(one), len(other))
