@@ -19,6 +19,7 @@ from common.decoding.speculate import Answer, Chooser, Way, decode, speculate
 from common.decoding.static import records
 from common.errors import UserError
 from common.evaluation import advice
+from common.evaluation.arguments import parse_arguments
 from common.evaluation.report import by_position, mean_tau, prompt_lookup, summarize
 from common.evaluation.subject import Questioned, Subject
 from common.families.dflash import DFlash
@@ -140,7 +141,7 @@ def test_no_compare_and_limit(evaluate):
 def test_flags_that_would_mean_something_else_are_refused(flags, capsys):
     """Lost otherwise: a chain's figures under a tree's name, or a target that prefers what it likes least."""
     with pytest.raises(SystemExit, match="2"):
-        evaluate_drafter.parse_arguments(["--drafter", "d", "--target", "t", "--prompts", "p", *flags])
+        parse_arguments(["--drafter", "d", "--target", "t", "--prompts", "p", *flags], None)
     assert flags[0] in capsys.readouterr().err
 
 
@@ -161,7 +162,7 @@ def test_what_cannot_be_evaluated_is_refused(evaluate, tmp_path):
 
 def test_a_report_that_cannot_be_written_is_known_before_the_work(tmp_path):
     with pytest.raises(UserError, match=r"--json .* cannot be written"):
-        evaluate_drafter.parse_arguments(["--drafter", "d", "--target", "t", "--prompts", "p", "--json", str(tmp_path)])
+        parse_arguments(["--drafter", "d", "--target", "t", "--prompts", "p", "--json", str(tmp_path)], None)
 
 
 def test_rows_that_ask_nothing_are_named(tiny_target, tmp_path):
@@ -345,7 +346,7 @@ def test_a_plot_without_matplotlib_is_refused_before_the_work(monkeypatch):
     """Lost otherwise: minutes of work, and a traceback at their end."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(UserError, match="pip install matplotlib"):
-        evaluate_drafter.parse_arguments(["--drafter", "d", "--target", "t", "--prompts", "p", "--plot", "f"])
+        parse_arguments(["--drafter", "d", "--target", "t", "--prompts", "p", "--plot", "f"], None)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
