@@ -30,6 +30,7 @@ def average(rank, ranks, store, mode, steps):
     averaging = Averaging(SyncConfig(mode=mode, every=4), comm, optimizer, last_step=10)
     metrics = [averaging.weights(step) for step in steps]
     distances = [float(m["replica_distance"][0]) if m else None for m in metrics]
+    comm.barrier()  # where nothing was averaged, the first to end would hang up while the other still connects
     return optimizer.masters.numpy(), optimizer.parameters[0].detach().numpy(), distances  # arrays travel by value
 
 

@@ -303,7 +303,7 @@ def test_all_shapes_say_the_same():
         ([], "not a JSON object"),
         ({}, "no messages"),
         ({"prompt": "a"}, "no messages"),
-        ({"messages": "a"}, "messages are text, not a list"),
+        ({"messages": "a"}, "messages are text instead of a list of objects"),
         ({"messages": []}, "no assistant turn"),
         ({"messages": ["a"]}, "not an object"),
         ({"messages": CONVERSATION[:1]}, "no assistant turn"),
