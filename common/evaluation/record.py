@@ -73,6 +73,7 @@ def describe(arguments: argparse.Namespace, subject: Subject) -> dict[str, Any]:
         **{key: getattr(arguments, key) for key in ("drafter", "target", "mode", "temperature", "drafts", "max_new_tokens")},
         "how": "decode" if arguments.decode else "replay",
         "prompts_files": arguments.prompts,
+        "server": arguments.server,
         "target_fingerprint": subject.asked.spec.fingerprint,
         "chat_template_digest": digest(chat.template),
         "chat_template_kwargs": chat.template_kwargs,

@@ -28,6 +28,8 @@ from common.evaluation.subject import Subject
 
 ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 1.0, torch.float16: 0.25}
 """Of the target's own scores: by how much two answers may differ at the token where they part."""
+ENGINES_ROUNDING = 0.25
+"""The same where an engine wrote one of them, by its own arithmetic."""
 DEVIATIONS, SHARE = 3.0, 0.05
 """Two acceptance lengths are told apart from so many standard deviations and this share of them on."""
 
@@ -149,7 +151,7 @@ def _sample_problems(subject: Subject, results: Results, report: Mapping[str, An
     kind = subject.target.model.dtype
     gaps = [difference["score_gap"] for difference in report["sample"]["differences"] if difference]
     problems = []
-    if gaps and max(gaps) > ROUNDING[kind]:
+    if gaps and max(gaps) > (max(ENGINES_ROUNDING, ROUNDING[kind]) if report["server"] else ROUNDING[kind]):
         problems.append(f"a decoded answer parts from the replayed one where the target's scores differ by {max(gaps):.3g}")
     pairs = zip(results.sample.answers, results.sample.replayed, strict=True)
     same = [(one, other) for one, other in pairs if one.tokens == other.tokens]
