@@ -25,7 +25,7 @@ from common.errors import UserError
 from common.target.adapters import through_model
 from common.target.files import fingerprint, read_spec, resolve
 from common.target.loading import load_causal_lm
-from common.target.vocabulary import check_vocabulary, load_vocabulary
+from common.target.vocabulary import FirstLayer, check_vocabulary, load_vocabulary
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -78,7 +78,7 @@ def _check_vocabulary(tmp_path):
     embedded, hidden, logits = through_model(model, ids)
     torch.testing.assert_close(vocabulary.embed(ids), embedded)
     torch.testing.assert_close(vocabulary.logits(hidden), logits)
-    check_vocabulary(read_spec(tmp_path), model, vocabulary)
+    check_vocabulary(read_spec(tmp_path), FirstLayer.of(read_spec(tmp_path), model), vocabulary)
     return model, vocabulary
 
 
@@ -104,7 +104,7 @@ def test_a_vocabulary_unlike_the_models_own_is_refused_before_the_first_step(tmp
     model.save_pretrained(tmp_path)
     model, vocabulary = _check_vocabulary(tmp_path)
     with pytest.raises(UserError, match="its drafter would share"):
-        check_vocabulary(read_spec(tmp_path), model, change(vocabulary))
+        check_vocabulary(read_spec(tmp_path), FirstLayer.of(read_spec(tmp_path), model), change(vocabulary))
 
 
 def test_a_head_of_its_own_in_a_checkpoint_that_calls_it_tied_is_the_head(tmp_path):

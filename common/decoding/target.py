@@ -18,7 +18,7 @@ from common.errors import UserError
 from common.target.adapters import decoder_layers, decoder_of, first_line
 from common.target.files import TargetSpec
 from common.target.spread import load_spread
-from common.target.vocabulary import Vocabulary, check_vocabulary, vocabulary_of
+from common.target.vocabulary import FirstLayer, Vocabulary, check_vocabulary, vocabulary_of
 
 TRIAL_TOKENS, TRIAL_TOLERANCE = 12, {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.15}
 
@@ -50,7 +50,7 @@ class DecodingTarget:
     def vocabulary(self, spec: TargetSpec) -> Vocabulary:
         """The model's own embedding and head, as drafters share them. Raises: UserError if the model does more to them."""
         vocabulary = vocabulary_of(spec, self.model)
-        check_vocabulary(spec, self.model, vocabulary)
+        check_vocabulary(spec, FirstLayer.of(spec, self.model), vocabulary)
         return vocabulary
 
     def _take(self, i: int, output: Any) -> None:

@@ -3,8 +3,9 @@
 Legend: V rows of the embedding, D hidden size, N tokens.
 """
 
+import gc
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -109,19 +110,39 @@ def _is_plain(weight: Any) -> bool:
     return type(weight) in (Tensor, torch.nn.Parameter) and weight.dtype in PLAIN
 
 
-def check_vocabulary(spec: TargetSpec, model: PreTrainedModel, vocabulary: Vocabulary) -> None:
+class FirstLayer(NamedTuple):
+    """What a model of type `dtype` does to a few tokens: what its first layer gets, what its head gets, and the logits that it gives.
+
+    Shapes: ids_N int64 [N]; embedded_ND, hidden_ND [N, D]; logits_NV [N, V].
+    """
+
+    ids_N: Tensor
+    embedded_ND: Tensor
+    hidden_ND: Tensor
+    logits_NV: Tensor
+
+    dtype: torch.dtype
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, spec: TargetSpec, model: PreTrainedModel) -> "FirstLayer":
+        """See a model do it."""
+        ids_N = torch.linspace(0, spec.vocab_size - 1, CHECKED_TOKENS).long().to(model.device)
+        return cls(ids_N, *through_model(model, ids_N), model.dtype)
+
+
+@torch.no_grad()
+def check_vocabulary(spec: TargetSpec, seen: FirstLayer, vocabulary: Vocabulary) -> None:
     """Compare the shared vocabulary with what a model itself does to a few tokens, before anything is learnt from it.
 
     Raises: UserError where the model's first layer gets, or its head gives, something else.
     """
-    ids_N = torch.linspace(0, spec.vocab_size - 1, CHECKED_TOKENS).long().to(model.device)
-    embedded_ND, hidden_ND, logits_NV = through_model(model, ids_N)
-    logits = vocabulary.logits(hidden_ND.to(vocabulary.head.dtype))
+    logits = vocabulary.logits(seen.hidden_ND.to(vocabulary.head.dtype))
     for what, ours, theirs in (
-        ("its first layer gets other inputs than the embeddings", vocabulary.embed(ids_N), embedded_ND),
-        ("it gives other logits than the head", logits, logits_NV),
+        ("its first layer gets other inputs than the embeddings", vocabulary.embed(seen.ids_N), seen.embedded_ND),
+        ("it gives other logits than the head", logits, seen.logits_NV),
     ):
-        if not (difference := relative_distance(ours.float(), theirs)) <= CHECK_TOLERANCE[model.dtype]:
+        if not (difference := relative_distance(ours.float(), theirs)) <= CHECK_TOLERANCE[seen.dtype]:
             raise UserError(
                 f"{spec.folder}: {what} that its drafter would share (by {difference:.1%}): its family ({spec.model_type}) does more to "
                 "them than this suite knows, or the checkpoint does not fit its config.json; it cannot be trained for"
@@ -131,7 +152,9 @@ def check_vocabulary(spec: TargetSpec, model: PreTrainedModel, vocabulary: Vocab
 def check_files(spec: TargetSpec, dtype: torch.dtype, device: torch.device) -> None:
     """`check_vocabulary` of what drafters read from a target's files, on the model's first layer, which is enough to tell.
 
+    The layer goes before the vocabulary comes: a stage of a large target has no room for the embedding and head of both.
     Raises: UserError where it is not the model's own.
     """
-    first_layer = load_first_layer(spec.folder, dtype, device, spec.trust_remote_code)
-    check_vocabulary(spec, first_layer, load_vocabulary(spec, dtype, device))
+    seen = FirstLayer.of(spec, load_first_layer(spec.folder, dtype, device, spec.trust_remote_code))
+    gc.collect()  # models refer to themselves
+    check_vocabulary(spec, seen, load_vocabulary(spec, dtype, device))
