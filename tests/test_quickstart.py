@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from common.data.chat import Chat, load_tokenizer
 from common.data.store import TokenStore
+from common.data.written import packed_otherwise
 from common.generation.conversation_file import is_loop
 
 FOLDER = Path(__file__).resolve().parent.parent / "launch" / "quickstart"
@@ -51,6 +52,13 @@ def test_stores_hold_the_conversations(tokenizer, store, source):
         ids, _ = packed.document(i)
         assert tokenizer.decode(ids) == tokenizer.apply_chat_template(rows[i], tokenize=False)
         assert ids[: len(chat.prompt(rows[i][:1]))].tolist() == list(chat.prompt(rows[i][:1]))
+
+
+@pytest.mark.parametrize("store", ["train", "heldout"])
+def test_stores_were_packed_with_the_targets_own_template(tokenizer, store):
+    """Else the README's second command ends with an error about a template that nobody changed."""
+    packed_with = TokenStore.open(FOLDER / store).packed_with
+    assert packed_with and packed_otherwise(Chat(tokenizer), packed_with) == []
 
 
 def test_mask_token_never_occurs_in_data(tokenizer):
